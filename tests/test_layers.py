@@ -106,8 +106,8 @@ FOLDERS = {
         *("layer_calls", "plan", "extended", "engine", "strategy"),
     ],
     "tables": [
-        *("policies", "keys", "initial_rows", "rows", "expiry", "admission", "snapshot", "changes"),
-        *("store", "files", "row_variable", "local", "versions"),
+        *("policies", "cache", "keys", "initial_rows", "rows", "expiry", "admission"),
+        *("snapshot", "changes", "store", "files", "row_variable", "local", "versions"),
     ],
 }
 # The package itself, whose import installs the hooks, and what runs the command line.

@@ -49,7 +49,17 @@ class HybridEngine(AllReduceEngine):
 
     @answers("fit", "train_on_batch")
     def _train(self, call: Call) -> Any:
-        if call.name != "fit" or not self.strategy.prefetch:
+        if call.name != "fit":
+            return super()._train(call)
+        caches = self.strategy.extended.row_caches
+        were_active = caches.set_active(True)
+        try:
+            return self._fit(call)
+        finally:
+            caches.set_active(were_active)
+
+    def _fit(self, call: Call) -> Any:
+        if not self.strategy.prefetch:
             return super()._train(call)
         # What was read for a batch that did not come any more.
         self.strategy.extended.rows_ahead.forget()
@@ -93,8 +103,12 @@ class HybridEngine(AllReduceEngine):
     def _make_dynamic_table(self, call: Call) -> Any:
         if self._context is None:
             return super()._make_dynamic_table(call)
-        lookup = self.strategy.extended.lookup_keys
-        return dynamic.make(self._context.tables, lookup, call.get("spec"), call.owner.trainable)
+        lookup, spec = self.strategy.extended.lookup_keys, call.get("spec")
+        cache = spec.get("cache") or self._context.placer.cache_of(spec["name"])
+        if cache is not None:
+            self._context.check_exact(cache)
+            spec = {**spec, "cache": cache}
+        return dynamic.make(self._context.tables, lookup, spec, call.owner.trainable)
 
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> None:
@@ -106,8 +120,8 @@ class HybridEngine(AllReduceEngine):
         if decision is None or not decision.on_servers:
             return call.proceed()
         assert self._context is not None
-        lookup = self.strategy.extended.lookup
-        return embeddings.make(self._context.tables, lookup, variable, decision, initializer)
+        lookup, cache = self.strategy.extended.lookup, self._context.placer.cache_of(decision.path)
+        return embeddings.make(self._context.tables, lookup, variable, decision, initializer, cache)
 
     @answers("add_weight")
     def _add_weight(self, call: Call) -> keras.Variable:
@@ -214,6 +228,11 @@ class HybridEngine(AllReduceEngine):
         return super().push(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
 
     # Backups.
+
+    def settle(self, model: keras.Model) -> None:
+        super().settle(model)
+        if self._context is not None:
+            self.strategy.extended.flush_caches(self._context.tables.all)
 
     @functools.cached_property
     def backup_tables(self) -> BackupTables:

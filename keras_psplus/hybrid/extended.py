@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
 from keras_psplus.hybrid.tables.dynamic import DynamicVariable
+from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches, pull_changed
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead, current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
@@ -37,6 +38,10 @@ class HybridExtended(MultiWorkerMirroredExtended):
         self._barrier = Barrier(self) if is_sync else None
         self._counters: dict[tuple[int, str, int], tf.Variable] = {}
         self.rows_ahead, self._reads_ahead = RowsAhead(), reads_ahead
+        self.row_caches = RowCaches()
+        # Functions by tables; and the numbers of pushes up to which nothing waits.
+        self._flushes: dict[Any, Callable[[], Any]] = {}
+        self._flushed: dict[Table, int] = {}
         super().__init__(strategy, *args)
         if reads_ahead:
             self.worker_state.add("rows_read_ahead", self.rows_ahead, self.rows_ahead.states)
@@ -102,7 +107,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
             pull_ahead = functools.partial(self._pull_ahead, table, most)
             rows = ahead.lookup(table, indices, wanted, ready, pull, pull_ahead)
         if rows is None:
-            rows = pull(wanted)
+            rows = self._read(table, most, wanted, pull)
         if step is not None and step.may_be_empty:
             rows = tf.cond(
                 step.has_rows(),
@@ -135,15 +140,46 @@ class HybridExtended(MultiWorkerMirroredExtended):
         kept = _all_rows if step is None else step.rows_if_any
         wanted = kept(unique)
         method = "lookup_training" if trains else "lookup"
-        rows = self._pull(table, keys.shape.num_elements(), wanted, method=method)
+        most = keys.shape.num_elements()
+        pull = functools.partial(self._pull, table, most, method=method)
+        rows = self._read(table, most, wanted, pull) if trains else pull(wanted)
         if step is not None and step.may_be_empty:
             nothing = tf.zeros([tf.size(unique), table.dim])
             rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
         return variable.with_key_gradient(rows, unique, positions, kept)
 
+    def _cache(self, table: Table) -> RowCache | None:
+        """The cache of a table in a step that may use it, or None."""
+        step = step_module.current_step()
+        return None if step is None or step.engine.evaluates else self.row_caches.of(table)
+
+    def _read(
+        self,
+        table: Table,
+        most: int | None,
+        ids: tf.Tensor,
+        pull: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tf.Tensor:
+        """Rows of distinct ids, some of them from the table's cache."""
+        cache = self._cache(table)
+        if cache is None:
+            return pull(ids)
+        now = self._counter(table, "pushes").read_value()
+        return cache.lookup(ids, now, pull, functools.partial(self._pull_changed, table, most))
+
     def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
         self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
         return table_module.pull(table, ids, current_replica(), most, **options)
+
+    def _pull_changed(
+        self, table: Table, most: int | None, ids: tf.Tensor, has_copy: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        ranks = current_replica(), self.rank_in_context()
+        where, rows = pull_changed(table, ids, has_copy, ranks, most)
+        pulled, asked = tf.size(where, _LONG), tf.size(ids, _LONG)
+        self._counter(table, "pulled").assign_add(pulled, read_value=False)
+        self._counter(table, "asked").assign_add(asked - pulled, read_value=False)
+        return where, rows
 
     def _pull_ahead(self, table: Table, most: int, ids: tf.Tensor) -> tf.Tensor:
         step = None if self._barrier is None else self._counter(table, "pushes").read_value()
@@ -176,16 +212,57 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 most = rows.shape[0]
                 distinct = duplicate_rows.summed(tf.IndexedSlices(rows, ids))
                 ids, rows = distinct.indices, distinct.values
-        self._counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
         clock = self._counter(table, "pushes")
-        rank = tf.constant(self.rank_in_context(), _LONG)
-        header = rank, clock.read_value(), _iterations(optimizer)
-        send = table_module.push_to_wait if waits else table_module.push
+        now, iterations = clock.read_value(), _iterations(optimizer)
         numbers = _numbers(optimizer, learning_rate)
-        answers = send(table, (ids, rows), current_replica(), header, numbers, most)
+        cache = None if waits else self._cache(table)
+        if cache is not None:
+            replicas = self._num_replicas_in_sync
+            ids, rows = cache.take(ids, rows, now, numbers, iterations, replicas)
+            most = None if most is None else most + cache.most_waiting
+        self._send(table, (ids, rows), (now, iterations), numbers, most, waits)
+
+    def _send(
+        self,
+        table: Table,
+        slices: tuple[tf.Tensor, tf.Tensor],
+        times: tuple[tf.Tensor, tf.Tensor],
+        numbers: tf.Tensor,
+        most: int | None,
+        waits: bool,
+    ) -> None:
+        size = tf.size(slices[0], _LONG)
+        self._counter(table, "pushed").assign_add(size, read_value=False)
+        rank = tf.constant(self.rank_in_context(), _LONG)
+        send = table_module.push_to_wait if waits else table_module.push
+        answers = send(table, slices, current_replica(), (rank, *times), numbers, most)
         if not waits:
-            self._count_push(table, clock)
+            self._count_push(table, self._counter(table, "pushes"))
         self._note(answers)
+
+    def flush_caches(self, tables: Sequence[Table]) -> None:
+        """Has servers apply gradients that wait on workers; on all of them, between steps."""
+        self.row_caches.read_again()
+        pushes = {t: self.counted(t, "pushes") for t in tables if self.row_caches.may_hold(t)}
+        waiting = [table for table in pushes if pushes[table] != self._flushed.get(table)]
+        if not waiting:
+            return
+        key = tuple((table.key, table.optimizers) for table in waiting)
+        if key not in self._flushes:
+
+            def flush() -> None:
+                step_module.current_step().recording = False
+                for table in waiting:
+                    cache, optimizer = self.row_caches.of(table), table.optimizer
+                    assert cache is not None and optimizer is not None
+                    numbers = _numbers(optimizer, optimizer.learning_rate)
+                    times = self._counter(table, "pushes").read_value(), _iterations(optimizer)
+                    self._send(table, cache.flush(), times, numbers, None, waits=False)
+
+            run = self._container_strategy().run
+            self._flushes[key] = tf.function(lambda: run(flush), autograph=False)
+        self._flushes[key]()
+        self._flushed |= {table: self.counted(table, "pushes") for table in waiting}
 
     def square_of(self, tables: Sequence[Table]) -> list[tf.Tensor]:
         """Waits for all replicas' gradients, and returns their sum's squared norm by table."""

@@ -41,6 +41,7 @@ from keras_psplus.hybrid.server import serve
 from keras_psplus.hybrid.tables import placement as placement_module
 from keras_psplus.hybrid.tables import prefetch as prefetch_module
 from keras_psplus.hybrid.tables.registry import Tables
+from keras_psplus.tables.cache import Cache
 from keras_psplus.updates import Updates
 
 # For which a server that cannot be reached is called again before the job counts as lost.
@@ -74,6 +75,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         row_compression: How gradients of rows are sent: `"bf16"`, `"fp16"`, `"int8"`, a compressor
             with `encode_rows`, or None to send them as they are.
         pull_compression: The same for rows that workers read.
+        cache: A `tables.Cache` of each table on the servers, or a dict from patterns of variables'
+            paths to such caches: workers keep copies of the hottest rows. None for no copies.
         table_timeout: Seconds that a parameter server may take to answer.
         tables_dir: Folder below which backups and `save_tables` may have the servers write. By
             default any, or the one in which their tasks were started if the job has no token.
@@ -121,6 +124,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         prefetch: bool = False,
         row_compression: str | Compressor | None = None,
         pull_compression: str | Compressor | None = None,
+        cache: Cache | dict[str, Cache] | None = None,
         table_timeout: float = 60.0,
         tables_dir: str | os.PathLike[str] | None = None,
         job_token: str | None = None,
@@ -145,6 +149,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         folder("tables_dir", tables_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
+        placement_module.check_caches(cache, sync, prefetch, bool(push or pull))
         updates = updates_module.get(updates)
         assert not isinstance(updates, str)
         if updates is not None and updates.local:
@@ -196,6 +201,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             "prefetch": prefetch,
             "row_compression": row_compression,
             "pull_compression": pull_compression,
+            "cache": cache,
         }
         if task is None:
             return
@@ -213,11 +219,18 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             self.num_replicas_in_sync,
             lambda dim: RowCodec(pull, dim).width,
             lambda dim: RowCodec(push, dim).width,
+            cache,
         )
         extended = self.extended
-        tables = Tables(servers, extended.control, self.is_chief, pull, push, extended.rows_ahead)
+        tables = Tables(
+            *(servers, extended.control, self.is_chief, pull, push),
+            *(extended.rows_ahead, extended.row_caches),
+        )
         backup_tables = ServerTables(servers, tables, sync)
-        self._context = TableContext(servers, tables, placer, backup_tables)
+        check = functools.partial(
+            placement_module.check_exact, sync=sync, compresses=bool(push or pull)
+        )
+        self._context = TableContext(servers, tables, placer, backup_tables, check)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
         self.communication.add_source(lambda: tables.traffic(extended.counted), lambda: 0.0)
         if self.is_chief and not sync:

@@ -13,6 +13,7 @@ from keras_psplus.arguments import shown, whole_number
 from keras_psplus.engine import Call, Engine
 from keras_psplus.layers import combiners
 from keras_psplus.tables import initial_rows, policies
+from keras_psplus.tables.cache import check_cache
 from keras_psplus.tables.initial_rows import ZEROS
 from keras_psplus.tables.keys import to_keys
 from keras_psplus.tables.local import LocalTable
@@ -43,6 +44,7 @@ class DynamicEmbedding(keras.layers.Layer):
             `TruncatedNormal`, `Constant`, or its name.
         default: What a key without a row is: `"zeros"`, or `"initializer"` for the row that it
             would begin with.
+        cache: `tables.Cache` of the hottest rows on each worker of `HybridStrategy`, or None.
         **kwargs: As for `keras.layers.Layer`, such as `name`.
 
     Raises:
@@ -71,6 +73,7 @@ class DynamicEmbedding(keras.layers.Layer):
         combiner: str | None = None,
         initializer: Any = "uniform",
         default: str = ZEROS,
+        cache: Any = None,
         **kwargs: Any,
     ) -> None:
         activation.activate()
@@ -78,6 +81,7 @@ class DynamicEmbedding(keras.layers.Layer):
         self.dim = whole_number("dim", dim, 1, most=2**20)
         self._admit, self._expire = policies.check_admit(admit), policies.check_expire(expire)
         self._initializer = initial_rows.check_initializer(initializer)
+        self._cache = check_cache(cache)
         self.combiner, self.default = combiner, default
         if combiner not in (None, *combiners.COMBINERS):
             raise ValueError(
@@ -113,6 +117,7 @@ class DynamicEmbedding(keras.layers.Layer):
             "default": self.default,
             "admit": self._admit,
             "expire": self._expire,
+            **({} if self._cache is None else {"cache": self._cache}),
         }
 
         def in_memory(_: Any, spec: dict[str, Any]) -> LocalTable:
@@ -232,4 +237,5 @@ class DynamicEmbedding(keras.layers.Layer):
             "combiner": self.combiner,
             "initializer": keras.initializers.serialize(kind.from_config(known)),
             "default": self.default,
+            "cache": self._cache,
         }

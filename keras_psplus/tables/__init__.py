@@ -1,6 +1,6 @@
 """Tables for any key: admission of keys, and expiry of rows.
 
-policies                 the arguments `admit` and `expire`
+policies  cache          the arguments `admit`, `expire` and `cache`
 keys  initial_rows       fingerprints of keys, and rows that are functions of them
 rows                     keys to row numbers, rows that are never copied, optimizers on them
 expiry  admission        the policies on tensors
@@ -10,6 +10,7 @@ row_variable  local      the table as a variable, and in the memory of one proce
 versions                 what a training job publishes, and other processes read
 """
 
+from keras_psplus.tables.cache import Cache
 from keras_psplus.tables.policies import Bloom, Capacity, Count, Norm, Probability, Unused
 
-__all__ = ["Bloom", "Capacity", "Count", "Norm", "Probability", "Unused"]
+__all__ = ["Bloom", "Cache", "Capacity", "Count", "Norm", "Probability", "Unused"]

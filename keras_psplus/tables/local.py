@@ -51,7 +51,7 @@ class LocalTable(CompositeVariable):
         if not _engines:
             _engines.append(Engine())
         self.spec, self.slot, self._of = spec, slot, of
-        self.store: RowStore = _outside(lambda: RowStore(spec)) if of is None else of.store
+        self.store: RowStore = outside(lambda: RowStore(spec)) if of is None else of.store
         self.optimizer: Any = None
         self._slots = 0
         # Rows that came before their keys, as files have them.
@@ -105,8 +105,8 @@ class LocalTable(CompositeVariable):
         # Also where a step that is traced builds it.
         with tf.init_scope():
             config = config_of(optimizer, weight_decay, None, None)
-            _outside(lambda: check_elementwise(config))
-            _outside(lambda: self.store.set_optimizer(config))
+            outside(lambda: check_elementwise(config))
+            outside(lambda: self.store.set_optimizer(config))
         self.optimizer, self._slots = optimizer, 0
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer, name: str) -> LocalTable:
@@ -199,7 +199,7 @@ class LocalTable(CompositeVariable):
                 self.store.write(slot, tf.constant(snapshot.keys), tf.constant(rows))
 
 
-def _outside(function: Callable[[], Any]) -> Any:
+def outside(function: Callable[[], Any]) -> Any:
     """Calls a function outside of any strategy's scope, which a thread of its own is."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()

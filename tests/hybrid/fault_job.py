@@ -9,7 +9,8 @@ from the folder, with STEPS in two calls of `fit`, of arrays that are shuffled i
 writes that one; `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes
 steps slow; `stranger=1` gives worker 1 another job's token; `tables=1` has the tables written to
 the folder at the end, and read again; `exit=CODE` ends with that code; `accumulate=STEPS` gives
-workers something to keep; `own=1` has a train_step of the model's own, with optimizers and a count
+workers something to keep; `cache=ROWS:STALENESS` gives them copies of rows, and has them write what
+they read to the folder; `own=1` has a train_step of the model's own, with optimizers and a count
 of steps that are no attributes of the model.
 """
 
@@ -28,6 +29,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.files import shard_files
+from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.table import Table
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
@@ -115,6 +117,19 @@ def whole_tables():
     return found
 
 
+def cache_of(words, folder):
+    """The cache that an option says, whose reads are written to a file of this process's."""
+    file = (folder / f"reads-{own_task()}-{os.getpid()}").open("w", buffering=1)
+
+    def note(_, now, ids, is_read):
+        lines = (f"{now} {row} {int(one)}\n" for row, one in zip(ids, is_read))
+        file.write("".join(lines))
+
+    HotRows.on_read = note
+    rows, staleness = map(int, words.split(":"))
+    return psp.tables.Cache(rows, staleness)
+
+
 def read_by_all(folder, seconds=60):
     """Waits until each worker has come here."""
     config = json.loads(os.environ["TF_CONFIG"])
@@ -144,6 +159,7 @@ def main():
         job_token="another job" if is_stranger else "this job",
         updates=psp.updates.Accumulate(accumulate) if accumulate else None,
         tables_dir=folder if options.get("tables") else None,
+        cache=cache_of(options["cache"], folder) if options.get("cache") else None,
     )
     ids = np.arange(BATCH * steps).astype("int32").reshape(-1, 1) % ROWS
     if options.get("bad_id"):

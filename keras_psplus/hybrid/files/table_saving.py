@@ -72,3 +72,4 @@ class TableSaving:
             lambda: saving.load(context.servers, context.tables.all, path),
         )
         self.extended.rows_ahead.forget()
+        self.extended.row_caches.forget()

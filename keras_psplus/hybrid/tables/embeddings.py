@@ -80,10 +80,11 @@ def make(
     variable: keras.Variable,
     decision: TablePlacement,
     initializer: Callable[..., tf.Tensor],
+    cache: dict[str, int] | None,
 ) -> None:
     """Makes the table of a Keras variable on the servers; `lookup` is its `TableVariable`'s."""
     config = _serialized(initializer)
-    table = tables.make(decision.path, (decision.rows, decision.dim), config)
+    table = tables.make(decision.path, (decision.rows, decision.dim), config, cache)
     variable._value = TableVariable(table, variable.name, variable.trainable, tables, lookup)
     if config is None:
         variable._value.assign(initializer(variable._shape, dtype=variable._dtype))

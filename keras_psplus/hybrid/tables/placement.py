@@ -7,9 +7,11 @@ from collections.abc import Callable
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
 from keras_psplus.core.base.keras_rs_placement import AUTO, MIRRORED, PARAMETER_SERVER
+from keras_psplus.tables.cache import Cache, check_cache
 
 _Rule = str | dict[str, str] | Callable[[str, int, int], str]
 _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
+_Caches = Cache | dict[str, Cache] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ class TablePlacer:
         replicas: Number of replicas.
         pull_width: Function from the numbers in a row to the words that a worker reads for it.
         push_width: The same for a row's gradient.
+        cache: A `Cache` of each table on the servers, a dict from patterns of variables' paths to
+            these, or None.
 
     Raises:
         ValueError: If the rule is none of these.
@@ -51,7 +55,9 @@ class TablePlacer:
         replicas: int,
         pull_width: Callable[[int], int],
         push_width: Callable[[int], int],
+        cache: _Caches = None,
     ) -> None:
+        self._cache = cache
         self._rule = check_placement(rule)
         self._min_table_bytes = min_table_bytes
         self._replicas = replicas
@@ -72,8 +78,26 @@ class TablePlacer:
         if choice == AUTO:
             choice, why = self._by_bytes(rows, dim)
         decision = TablePlacement(path, rows, dim, choice, why)
+        if not decision.on_servers and isinstance(self._cache, dict):
+            self._check_uncached(decision)
         self.decisions.append(decision)
         return decision
+
+    def cache_of(self, path: str) -> dict[str, int] | None:
+        """Configuration of the cache of a table on the servers, or None."""
+        if isinstance(self._cache, dict):
+            found = (self._cache[p] for p in self._cache if fnmatch.fnmatchcase(path, p))
+            return check_cache(next(found, None))
+        return check_cache(self._cache)
+
+    def _check_uncached(self, decision: TablePlacement) -> None:
+        if self.cache_of(decision.path) is not None:
+            raise ValueError(
+                "`cache` is for tables on parameter servers, and this one lies on the workers "
+                f"({decision.why}). Leave it out of `cache`, or out of `min_table_bytes` by "
+                f'`placement={{"{decision.path}": "parameter_server"}}`. '
+                f"Received: a cache for '{decision.path}'"
+            )
 
     def _choose(self, path: str, rows: int, dim: int) -> tuple[str, str]:
         if callable(self._rule):
@@ -150,3 +174,35 @@ def check_placement(rule: _Rule) -> _Rule:
             f"returns one. Received: placement={shown(rule)}"
         )
     return rule
+
+
+def check_caches(cache: _Caches, sync: bool, prefetch: bool, compresses: bool) -> None:
+    """Checks what a user gives for `cache`, beside other arguments of the strategy.
+
+    Raises:
+        ValueError: If it is no cache, or has no meaning beside them.
+    """
+    caches = list(cache.values()) if isinstance(cache, dict) else [cache]
+    if not all(isinstance(one, Cache) for one in caches if one is not cache or one is not None):
+        raise ValueError(
+            "`cache` must be a `tables.Cache`, a dict from patterns of variables' paths to these, "
+            f"or None. Received: cache={shown(cache)}"
+        )
+    if prefetch and cache:
+        raise ValueError(
+            "`prefetch=True` reads rows that are one update old, and `cache` keeps copies of them: "
+            f"use one of the two. Received: cache={shown(cache)} with prefetch=True"
+        )
+    for one in caches:
+        check_exact(check_cache(one), sync, compresses)
+
+
+def check_exact(cache: dict[str, int] | None, sync: bool, compresses: bool) -> None:
+    """Raises ValueError if a cache without staleness cannot be exact."""
+    if cache is not None and not cache["staleness"] and (compresses or not sync):
+        others = "row_compression or pull_compression" if sync else "sync=False"
+        raise ValueError(
+            "`Cache(staleness=0)` keeps copies that equal the rows, for which updates must be "
+            "synchronous and rows must be sent as they are. Give it a `staleness`, or leave out "
+            f"{others}. Received: cache={cache} with {others}"
+        )

@@ -12,6 +12,7 @@ from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.tables.row_cache import RowCaches
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.rows.row_optimizer import config_of
@@ -27,6 +28,7 @@ class Tables:
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
         rows_ahead: `RowsAhead` of this process.
+        row_caches: `RowCaches` of this process.
     """
 
     def __init__(
@@ -37,28 +39,40 @@ class Tables:
         pull_compressor: Compressor | None,
         push_compressor: Compressor | None,
         rows_ahead: RowsAhead,
+        row_caches: RowCaches,
     ) -> None:
         self._servers, self._control, self._is_chief = servers, control, is_chief
         self.compressors, self._rows_ahead = (pull_compressor, push_compressor), rows_ahead
+        self._row_caches = row_caches
         self.all: list[Table] = []
 
-    def make(self, name: str, shape: tuple[int, int], initializer: dict[str, Any] | None) -> Table:
+    def make(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        initializer: dict[str, Any] | None,
+        cache: dict[str, int] | None = None,
+    ) -> Table:
         """Makes a table.
 
         Args:
             name: Path of its variable.
             shape: Rows and numbers in a row.
             initializer: Serialized initializer.
+            cache: What `check_cache` has made of its cache, or None.
 
         Returns:
             `Table`.
         """
         key = len(self.all)
         spec = {"key": key, "name": name, "rows": shape[0], "dim": shape[1]}
+        if cache is not None:
+            spec["cache"] = cache
         if self._is_chief:
             self._servers.make("table", spec={**spec, "initializer": initializer})
         self._agree("table", f"{spec}", f"{name} {shape}")
         table = Table(self._servers, key, name, shape, *self.compressors)
+        table.cache = cache
         self.all.append(table)
         return table
 
@@ -79,6 +93,7 @@ class Tables:
         own = {what: value for what, value in spec.items() if what != "initializer"}
         self._agree("table", f"{own}", spec["name"])
         table = make(self._servers, spec, *self.compressors)
+        table.cache = spec.get("cache")
         self.all.append(table)
         return table
 
@@ -102,7 +117,7 @@ class Tables:
                 first_slot=table.first_slot_of(optimizer),
             )
         self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
-        table.optimizer = optimizer
+        table.optimizer, table.row_config = optimizer, config
         table.optimizers += 1
 
     def assign(self, table: Table, slot: int, value: Any) -> None:
@@ -119,13 +134,17 @@ class Tables:
             count = table.assignments.get(slot, 0) + 1
             self._servers.wait_for_assignment(table.key, slot, count, table.name)
             table.assignments[slot] = count
-        self._rows_ahead.forget()
+        self._forget(table)
 
     def note_followed(self, table: Table, slot: int) -> None:
         """Notes an assignment to a table, or a slot, that only the chief has made."""
         if self._control is not None and not self._is_chief:
             table.assignments[slot] = self._servers.assignments(table.key, slot)
+        self._forget(table)
+
+    def _forget(self, table: Table) -> None:
         self._rows_ahead.forget()
+        self._row_caches.forget(table)
 
     def traffic(self, counted: Callable[[Table, str], int]) -> list[Traffic]:
         """List of `Traffic` of the tables.
@@ -140,6 +159,8 @@ class Tables:
                 ("gradient", "pushed", table.push_codec, self.compressors[1]),
             ):
                 rows = counted(table, what)
+                # Ids of rows whose copies were good.
+                asked = counted(table, "asked") if what == "pulled" else 0
                 entries.append(
                     Traffic(
                         table.name,
@@ -147,7 +168,7 @@ class Tables:
                         None if compressor is None else repr(compressor),
                         4 * rows * table.dim,
                         4 * rows * codec.width,
-                        4 * rows * (codec.width + 1),
+                        4 * rows * (codec.width + 1) + 4 * asked,
                     )
                 )
         return entries

@@ -54,6 +54,9 @@ class Table:
         self.optimizer: keras.optimizers.Optimizer | None = None
         self.optimizers = self.slots = 0
         self._first_slot, self._slots_of = 1, None
+        # What `config_of` has made of the optimizer, and `check_cache` of a cache, or None.
+        self.row_config: dict[str, Any] | None = None
+        self.cache: dict[str, int] | None = None
         # By slot, how often all of it was set.
         self.assignments: dict[int, int] = {}
         self._links: dict[tuple[str, int], list[RpcClient]] = {}
@@ -163,7 +166,7 @@ def pull(
     shape = [None, codec.width]
     parts = table.split(ids)
     waits = [
-        _pull_from(link, method, first, own, shape, codec.rows_per_message, most)
+        pull_from(link, method, first, own, shape, codec.rows_per_message, most)
         for link, (own, _) in zip(table.links(purpose, replica), parts)
     ]
     rows = [codec.decode(wait(), tf.constant(0, _LONG)) for wait in waits]
@@ -172,7 +175,7 @@ def pull(
     return tf.ensure_shape(tf.dynamic_stitch([p for _, p in parts], rows), [None, table.dim])
 
 
-def _pull_from(
+def pull_from(
     link: RpcClient,
     method: str,
     first: Sequence[tf.Tensor],
@@ -181,6 +184,7 @@ def _pull_from(
     limit: int,
     most: int | None,
 ) -> _Answer:
+    """Begins to read rows from one server, in as many messages as they need."""
     if most is not None and most <= limit:
         return link.start(method, [*first, ids], _FLOAT, shape)
 
