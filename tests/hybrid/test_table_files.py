@@ -121,7 +121,7 @@ def test_what_is_not_there_is_refused_by_name(written, tmp_path):
         TableFiles(tmp_path)
     reader, _ = server_of(0, 2)
     with pytest.raises(OSError, match="cannot read .*Received: .*tables-2"):
-        reader.load(str(written[0]), "tables-2", 2, [(0, 0, 0)])
+        reader.load(str(written[0]), ["tables-2"], 2, [(0, 0, 0)])
 
 
 @pytest.mark.parametrize("written", [1], indirect=True)
@@ -137,7 +137,7 @@ def test_no_flipped_bit_is_read(written, tmp_path):
         path.write_bytes(content)
         files, _ = server_of(0, 1)
         with pytest.raises(OSError, match="cannot read its part of what is saved in"):
-            files.load(str(tmp_path), STEM, before, [(0, 0, 0), (1, 1, 1)])
+            files.load(str(tmp_path), [STEM], before, [(0, 0, 0), (1, 1, 1)])
 
 
 def test_more_servers_than_rows(tmp_path):
@@ -146,7 +146,7 @@ def test_more_servers_than_rows(tmp_path):
         shards[0].weights.assign(np.full([rows_of(2, index, 3), DIM], index))
         save(files, str(tmp_path), STEM)
     files, shards = server_of(0, 1, rows=2)
-    files.load(str(tmp_path), STEM, 3, [(0, 0, 0)])
+    files.load(str(tmp_path), [STEM], 3, [(0, 0, 0)])
     np.testing.assert_array_equal(shards[0].weights, [[0] * DIM, [1] * DIM])
 
 
