@@ -5,7 +5,7 @@ ignored.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -54,11 +54,9 @@ class TableFiles:
         self._tables = {table["name"]: table for table in listed["tables"]}
 
     @property
-    def paths(self) -> list[str]:
-        """Paths of the servers' files, without their endings."""
-        servers = self._list["servers"]
-        stem = self._list["stem"]
-        return [shard_files.path_of(self._directory, stem, i, servers) for i in range(servers)]
+    def chains(self) -> list[list[str]]:
+        """Paths of each server's files, without their endings, the oldest first."""
+        return chains(self._directory, stems_of(self._list), self._list["servers"])
 
     @property
     def names(self) -> list[str]:
@@ -171,6 +169,19 @@ def name_of(key: int, slot: int | None = None) -> str:
     With `slot`, that of a variable of its optimizer.
     """
     return f"{key}/weights" if slot is None else f"{key}/slots/{slot}"
+
+
+def stems_of(content: dict[str, Any]) -> list[str]:
+    """Beginnings of the names of a list's files, the oldest first."""
+    return [one["stem"] for one in content.get("chain", [content])]
+
+
+def chains(directory: str, stems: Iterable[str], servers: int) -> list[list[str]]:
+    """Paths of each server's files with these beginnings of names."""
+    every = list(stems)
+    return [
+        [shard_files.path_of(directory, stem, i, servers) for stem in every] for i in range(servers)
+    ]
 
 
 def write_list(directory: str, content: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class _Counting(Admission):
 
     def __init__(self, config: dict[str, Any], name: str, clock: Clock, expiry: Expiry) -> None:
         super().__init__(config, name, clock, expiry)
-        self.candidates = KeyRows(f"{name}, candidates")
+        self.candidates = KeyRows(f"{name}, candidates", lambda: clock.step() + 1)
 
     def admit(self, keys: tf.Tensor, hashes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rows = self._expiry.find(self.candidates, hashes)
@@ -63,6 +63,7 @@ class _Counting(Admission):
         admitted = counts >= self._config["n"]
         self.candidates.remove(tf.boolean_mask(rows, known & admitted))
         waits = known & ~admitted
+        self.candidates.frozen.keep(tf.boolean_mask(rows, waits))
         now, seconds = self._clock.step() + 1, tf.cast(tf.timestamp(), _INT)
         self.candidates.note(
             tf.boolean_mask(rows, waits), tf.boolean_mask(counts, waits), now, seconds

@@ -15,6 +15,9 @@ HEAD = 3
 # whether the keys are all that were removed since.
 STATE = 5
 
+# Changes are as many as half of the rows, or as many files, before all is written again.
+_MOST_CHANGED, _LEAST_CHANGED, _MOST_FILES = 0.5, 1 << 10, 256
+
 # `RowStore.removed` and `RowStore.changed` of one server, on arrays.
 Server: TypeAlias = tuple[Callable[[np.ndarray], np.ndarray], Callable[..., np.ndarray]]
 
@@ -79,6 +82,18 @@ def read(
         is_whole,
         now,
     )
+
+
+def needs_whole(counts: Sequence[int]) -> bool:
+    """Whether all rows are to be written again, and not only what has changed.
+
+    Args:
+        counts: Number of rows when all were written, and of each time's changes since.
+    """
+    if not counts or len(counts) >= _MOST_FILES:
+        return True
+    rows, *others = counts
+    return sum(others) > max(_MOST_CHANGED * rows, _LEAST_CHANGED)
 
 
 def encode(keys: tf.Tensor, places: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

@@ -17,9 +17,9 @@ from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.rows.chunks import ChunkedRows
 from keras_psplus.tables.rows.index import hashes_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
-from keras_psplus.tables.rows.removal_log import RemovalLog
+from keras_psplus.tables.rows.removal_log import BACKUPS, PUBLISHING
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
-from keras_psplus.tables.snapshot import KEY, in_chunks, living
+from keras_psplus.tables.snapshot import KEY, LAST, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
 _CHUNK = 1 << 16
@@ -41,12 +41,7 @@ class RowStore:
         self.clock = Clock()
         self._expiry = Expiry(spec["expire"], self.clock, servers, server)
         self.weights = ChunkedRows(self.dim, tf.float32)
-        self.log = RemovalLog()
-        self.key_rows = KeyRows(
-            spec["name"],
-            self.weights,
-            on_removal=lambda keys: self.log.note(keys, self.clock.step() + 1),
-        )
+        self.key_rows = KeyRows(spec["name"], lambda: self.clock.step() + 1, self.weights)
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
         )
@@ -68,10 +63,10 @@ class RowStore:
             return ChunkedRows(self.dim, tf.float32)
 
         with tf.init_scope():
-            self.key_rows.columns = [c for c in self.key_rows.columns if c not in self.slots]
+            self.key_rows.log.begin()
             self.optimizer = RowOptimizer(config, self.weights, make_slot)
             self._slot_initializers = initializers
-            self.key_rows.columns += self.slots
+            self.key_rows.set_others([self.weights, *self.slots])
             # Of rows that there are already.
             rows = int(self.key_rows.next.numpy())
             for slot in self.slots:
@@ -137,9 +132,10 @@ class RowStore:
         has_row = rows >= 0
         rows = tf.ensure_shape(tf.boolean_mask(rows, has_row), [None])
         gradient = tf.boolean_mask(gradient, has_row)
-        done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
+        was_there = tf.boolean_mask(tf.logical_not(is_missing), has_row)
+        with tf.control_dependencies([key_rows.frozen.keep(tf.boolean_mask(rows, was_there))]):
+            done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
         with tf.control_dependencies([done]):
-            was_there = tf.boolean_mask(tf.logical_not(is_missing), has_row)
             frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)
             now, seconds = self.clock.step() + 1, tf.cast(tf.timestamp(), _INT)
             key_rows.note(rows, frequency, now, seconds)
@@ -172,13 +168,14 @@ class RowStore:
             int64 vector: generation, updates and time now, the end of the rows, whether the log
             has all since then, and keys.
         """
+        log = self.key_rows.log
         state = [
-            self.log.generation.read_value(),
+            log.generation.read_value(),
             self.clock.steps.read_value(),
             tf.cast(self.clock.seconds.read_value(), _LONG),
             tf.cast(self.key_rows.next.read_value(), _LONG),
         ]
-        is_known, keys = self.log.since(since[0], since[1])
+        is_known, keys = log.since(PUBLISHING, since[0], since[1])
         return tf.concat([tf.stack([*state, tf.cast(is_known, _LONG)]), keys], 0)
 
     def changed(self, since: tf.Tensor, first: tf.Tensor, most: int) -> tf.Tensor:
@@ -208,6 +205,41 @@ class RowStore:
         last = changes.encode(tf.zeros([1], _LONG), end[tf.newaxis], tf.zeros([1, self.dim]))
         return tf.concat([lines, last], 0)
 
+    def freeze(self, since: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Has rows, and keys that are counted, kept as they are, while updates go on.
+
+        Args:
+            since: int64 vector: generations of both logs and updates at an earlier moment, whose
+                changes since are wanted.
+
+        Returns:
+            int64 vectors: the same of now, time in seconds, the ends of rows and candidates, and
+            whether all is to be read, as not all changes are known; keys of rows that were removed;
+            candidates that were. And the blocks of a Bloom filter.
+        """
+        tables = [self.key_rows, *filter(None, [self.admission.candidates])]
+        logs = [table.log for table in tables]
+        looks = [log.since(BACKUPS, one, since[2]) for log, one in zip(logs, tf.unstack(since))]
+        is_known, steps = (
+            tf.reduce_all([known for known, _ in looks]),
+            self.clock.steps.read_value(),
+        )
+        after = tf.where(is_known, since[2], -1)
+        none = [tf.zeros([], _LONG)] * (2 - len(tables))
+        state = [
+            *[log.generation.read_value() for log in logs],
+            *none,
+            steps,
+            tf.cast(self.clock.seconds.read_value(), _LONG),
+            *[tf.cast(table.frozen.freeze(after, steps), _LONG) for table in tables],
+            *none,
+            tf.cast(tf.logical_not(is_known), _LONG),
+        ]
+        gone = [keys for _, keys in looks] + [tf.zeros([0], _LONG)] * len(none)
+        filter_ = self.admission.filter
+        blocks = tf.zeros([0], tf.uint8) if filter_ is None else filter_.read_value()
+        return tf.stack(state), *gone, blocks
+
     # Contents.
 
     def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -222,7 +254,10 @@ class RowStore:
 
     def insert(self, entries: tf.Tensor) -> tf.Tensor:
         """Makes rows for keys that have none; returns their number."""
-        self.log.begin()
+        self.key_rows.log.begin()
+        # Of several servers, each may have had updates of its own.
+        steps = tf.reduce_max(tf.concat([[self.clock.steps.read_value()], entries[:, LAST]], 0))
+        self.clock.steps.assign(steps)
         rows = self.key_rows.add_entries(entries)
         self.weights.write(rows, self._initial(entries[:, 0]))
         self._start_slots(rows)
@@ -230,8 +265,7 @@ class RowStore:
 
     def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Sets rows, or rows of an optimizer's slot, of keys that are there."""
-        if not slot:
-            self.log.begin()
+        self.key_rows.log.begin()
         variable = self.slots[slot - 1] if slot else self.weights
         rows = self.key_rows.index.find(hashes_of(keys))
         variable.write(rows, values)
@@ -239,9 +273,10 @@ class RowStore:
 
     def clear(self) -> None:
         """Removes all rows and what admission has counted."""
-        self.log.begin()
+        self.key_rows.log.begin()
         self.key_rows.clear()
         if self.admission.candidates is not None:
+            self.admission.candidates.log.begin()
             self.admission.candidates.clear()
         if self.admission.filter is not None:
             self.admission.filter.assign(tf.zeros_like(self.admission.filter))

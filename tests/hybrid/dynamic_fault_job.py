@@ -2,7 +2,8 @@
 
 dynamic_fault_job.py FOLDER CASE [--reference] [name=value ...]
 
-`die=BATCH` has the chief killed after so many steps; `pause=SECONDS` makes steps slow; `sync=0`,
+`die=BATCH` has the chief killed after so many steps, once the backup has the files of `chain=COUNT`
+saves; `pause=SECONDS` makes steps slow; `sync=0`,
 `prefetch=1` are the strategy's. In the case `linear`, each update adds the same to a row whenever
 it comes.
 """
@@ -20,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.files.table_files import read_list, stems_of
 from tests.hybrid import dynamic_job
 
 EPOCHS = 3
@@ -28,13 +30,17 @@ EPOCHS = 3
 class Disturb(keras.callbacks.Callback):
     """Kills this process after a number of steps, and makes them slow."""
 
-    def __init__(self, die=0, pause=0):
+    def __init__(self, folder, die=0, pause=0, chain=0):
         super().__init__()
+        self.folder, self.chain = str(folder), int(chain)
         self.left, self.pause = int(die), float(pause)
 
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
         if not self.left:
+            # The last one is being written.
+            while len(stems_of(read_list(self.folder))) < self.chain:
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.pause)
         print(f"batch {int(self.model.optimizer.iterations.numpy())}.", flush=True)
@@ -64,9 +70,10 @@ def main():
     x, y = dynamic_job.data()
     callbacks = []
     if not is_reference:
-        callbacks.append(keras.callbacks.BackupAndRestore(folder / "backup", save_freq=4))
+        callbacks.append(keras.callbacks.BackupAndRestore(folder / "backup", save_freq=3))
         die = options.get("die", 0) if strategy.is_chief else 0
-        callbacks.append(Disturb(die, options.get("pause", 0)))
+        others = options.get("pause", 0), options.get("chain", 0)
+        callbacks.append(Disturb(folder / "backup", die, *others))
     with strategy.scope():
         how = {"epochs": EPOCHS, "callbacks": callbacks}
         if case == "linear":

@@ -38,7 +38,7 @@ def attack(address, folder, dim=3):
                 _call(client, name, own)
         with pytest.raises(tf.errors.InvalidArgumentError):
             _call(client, name, arguments.get(what, []))
-    for what in ("check_directory", "save", "who", "shutdown", "table"):
+    for what in ("check_directory", "begin_save", "who", "shutdown", "table"):
         body = json.dumps({"what": what, "ticket": "1", "directory": folder, "stem": "mine"})
         channel = ChannelClient(control_address(address), None)
         session = json.loads(channel.send('{"open": "me"}', 10))["session"]

@@ -30,12 +30,12 @@ def run(folder, *options, workers=2, ps=2, **others):
 @pytest.mark.parametrize("case", ["counted", "filtered"])
 def test_a_killed_job_resumes_with_the_same_keys_rows_slots_and_counts(case, tmp_path):
     with running_reference(JOB, tmp_path, case, seconds=300):
-        # In the second epoch, six steps after the last backup but one.
-        killed = run(tmp_path, case, "die=10", expect_failure=True)
+        # In the second epoch, after all rows were written, and changes twice.
+        killed = run(tmp_path, case, "die=10", "chain=3", expect_failure=True)
         assert killed.exit_codes["worker-0"] == -signal.SIGKILL
         # By another number of servers.
         resumed = run(tmp_path, case, ps=1)
-    assert "training goes on after batch " in resumed.logs["worker-0"]
+    assert "training goes on after batch 3 of epoch 2" in resumed.logs["worker-0"]
     expected = np.load(tmp_path / f"{case}-reference.npz")
     for worker in ("worker-0", "worker-1"):
         found = load(tmp_path / f"{case}-{worker}.npz", resumed.logs[worker])

@@ -44,12 +44,17 @@ def variables(shards):
     return [(0, 0, shards[0].weights), (1, 0, shards[1].weights), (1, 1, shards[1].slots[0])]
 
 
+def save(files, folder, stem):
+    files.begin_save(folder, stem)
+    return files.end_save()
+
+
 def write(folder, servers, stem=STEM):
     for index in range(servers):
         files, shards = server_of(index, servers)
         for key, slot, variable in variables(shards):
             variable.assign(value(key, slot)[index::servers])
-        files.save(str(folder), stem)
+        save(files, str(folder), stem)
     tables = [
         {"name": name, "key": key, "rows": ROWS, "dim": DIM, "optimizer": "Adagrad", "slots": key}
         for key, name in enumerate(NAMES)
@@ -74,7 +79,7 @@ def test_any_number_of_servers_reads_what_others_have_written(written, servers, 
     monkeypatch.setattr(shard_files, "_SLICE_BYTES", 5 * 4 * DIM)
     for index in range(servers):
         files, shards = server_of(index, servers)
-        files.load(str(folder), STEM, before, [(0, 0, 0), (1, 1, 1)])
+        files.load(str(folder), [STEM], before, [(0, 0, 0), (1, 1, 1)])
         for key, slot, variable in variables(shards):
             np.testing.assert_array_equal(variable, value(key, slot)[index::servers])
 
@@ -116,7 +121,7 @@ def test_what_is_not_there_is_refused_by_name(written, tmp_path):
         TableFiles(tmp_path)
     reader, _ = server_of(0, 2)
     with pytest.raises(OSError, match="cannot read .*Received: .*tables-2"):
-        reader.load(str(written[0]), "tables-2", 2, [(0, 0, 0)])
+        reader.load(str(written[0]), ["tables-2"], 2, [(0, 0, 0)])
 
 
 @pytest.mark.parametrize("written", [1], indirect=True)
@@ -132,16 +137,16 @@ def test_no_flipped_bit_is_read(written, tmp_path):
         path.write_bytes(content)
         files, _ = server_of(0, 1)
         with pytest.raises(OSError, match="cannot read its part of what is saved in"):
-            files.load(str(tmp_path), STEM, before, [(0, 0, 0), (1, 1, 1)])
+            files.load(str(tmp_path), [STEM], before, [(0, 0, 0), (1, 1, 1)])
 
 
 def test_more_servers_than_rows(tmp_path):
     for index in range(3):
         files, shards = server_of(index, 3, rows=2)
         shards[0].weights.assign(np.full([rows_of(2, index, 3), DIM], index))
-        files.save(str(tmp_path), STEM)
+        save(files, str(tmp_path), STEM)
     files, shards = server_of(0, 1, rows=2)
-    files.load(str(tmp_path), STEM, 3, [(0, 0, 0)])
+    files.load(str(tmp_path), [STEM], 3, [(0, 0, 0)])
     np.testing.assert_array_equal(shards[0].weights, [[0] * DIM, [1] * DIM])
 
 
@@ -165,7 +170,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     shards = {0: TableShard(spec, 0, 1, None, None, replicas=1, sync=True)}
     files = ServerFiles(shards, {"server": 0, "servers": 1})
     with full_disk(), pytest.raises(OSError, match="cannot write .*Free space there.*Received: "):
-        files.save(str(tmp_path), "tables-2")
+        save(files, str(tmp_path), "tables-2")
     assert sorted(os.listdir(tmp_path)) == before
     np.testing.assert_array_equal(TableFiles(tmp_path).read(NAMES[0]), value(0, 0))
 
@@ -174,7 +179,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     files, _ = server_of(0, 1)
     with pytest.raises(OSError, match=f"cannot write .*{tmp_path}/file/tables.*Received: "):
-        files.save(str(tmp_path / "file" / "tables"), STEM)
+        save(files, str(tmp_path / "file" / "tables"), STEM)
     with pytest.raises(OSError, match="cannot write "):
         shard_files.check_writable(str(tmp_path / "file" / "tables"), "ps-0")
 
@@ -192,10 +197,10 @@ def test_a_server_that_takes_another_ones_place_counts_what_is_lost(tmp_path):
         push(shards[1], 0, step)
     push(shards[1], 1, 0)
     assert shards[1].missing_updates.counted() == (0, True)
-    files.save(str(tmp_path), STEM)
+    save(files, str(tmp_path), STEM)
     saved = shards[1].weights.numpy()
     anew, shards = server_of(0, 1)
-    anew.load(str(tmp_path), STEM, 1, [(0, 0, 0), (1, 1, 1)])
+    anew.load(str(tmp_path), [STEM], 1, [(0, 0, 0), (1, 1, 1)])
     anew.take_up(str(tmp_path), STEM, [(0, 0), (1, 1)])
     np.testing.assert_array_equal(shards[1].weights, saved)
     assert shards[1].missing_updates.counted() == (0, False)

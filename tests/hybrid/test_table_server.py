@@ -170,7 +170,7 @@ def test_it_writes_only_where_it_may(task, table, tmp_path):
     forbidden = {"/work-of-others": "t", str(tmp_path / "link" / "srv"): "t", str(tmp_path): "../t"}
     for directory, stem in forbidden.items():
         with pytest.raises(TableServerError, match="ps-0 .* writes only below .*`tables_dir=`"):
-            control(task).request("save", directory=directory, stem=stem)
+            control(task).request("begin_save", directory=directory, stem=stem)
     for what in ("check_directory", "keep"):
         with pytest.raises(TableServerError, match="writes only below"):
             control(task).request(what, directory="/work-of-others")
@@ -255,7 +255,7 @@ def test_a_process_in_the_place_of_the_one_that_is_meant_is_refused(task, table)
     link = control(task)
     link.nonce = "that of another process"
     with pytest.raises(TableServerLostError, match="has been started again.*Start the whole job"):
-        link.request("save", directory="/", stem="tables")
+        link.request("begin_save", directory="/", stem="tables")
 
 
 def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_path):

@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.files import shard_files
-from keras_psplus.tables import files, initial_rows, policies
+from keras_psplus.tables import initial_rows, policies
 from keras_psplus.tables.keys import blocks_of, mixed
 from keras_psplus.tables.rows import chunks
 from keras_psplus.tables.rows.row_optimizer import config_of
@@ -141,25 +140,6 @@ def test_capacity_keeps_the_latest_or_the_most_frequent(policy):
     assert set(servers.contents()) == expected
     # Of rows that are free again, others are made.
     assert int(servers.stores[0].key_rows.next) <= 6
-
-
-def test_any_number_of_servers_reads_the_files_of_others(tmp_path):
-    before = Servers(tables.Count(2), None, 2)
-    for keys, gradient in batches():
-        before.step(keys, gradient)
-    paths = [str(tmp_path / f"t-{i}-of-2") for i in range(2)]
-    for path, store in zip(paths, before.stores):
-        shard_files.write(path, {}, {}, more=files.parts(store, 5))
-    after = Servers(tables.Count(2), None, 3)
-    for i, store in enumerate(after.stores):
-        files.load(store, paths, 5, 1, i, 3)
-    assert after.contents() == before.contents()
-    for keys, gradient in batches():
-        np.testing.assert_array_equal(after.lookup(keys), before.lookup(keys))
-        # Slots and candidates were read, too.
-        before.step(keys, gradient)
-        after.step(keys, gradient)
-    assert after.contents() == before.contents()
 
 
 def test_keys_of_one_pattern_are_spread():

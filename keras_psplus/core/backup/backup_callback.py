@@ -16,6 +16,7 @@ from keras_psplus.core.backup.training_state import TrainingState, build_optimiz
 from keras_psplus.core.backup.weights_in_memory import WeightsInMemory
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.errors import TableServerError
 from keras_psplus.files.shard_files import full_path
 from keras_psplus.files.table_files import write_list
 from keras_psplus.keras_internals.keras_parts import file_utils
@@ -78,7 +79,7 @@ def end(
             # Before what servers have: a state without its tables would be taken for a damaged one.
             backup_files.delete(callback)
         engine.backup_tables.note_ended(full_path(callback.backup_dir), kept)
-    except (OSError, tf.errors.OpError) as error:
+    except (OSError, TableServerError, tf.errors.OpError) as error:
         logger.warning(
             "the training has ended, but its backup could not be deleted: delete it, or a start of "
             "the same script will resume from it. Received: %s",
@@ -93,8 +94,9 @@ def save(
     """Writes the model, its training and what each worker keeps, as one state.
 
     1. Every worker writes what it keeps, and all of them wait until all have.
-    2. Servers write their tables, while workers wait.
-    3. The chief writes the rest, and renames its folder: from then on the new state counts.
+    2. Servers begin to write their tables as they are now, and workers go on.
+    3. The chief waits for them, writes the rest, and renames its folder: from then on the new state
+       counts.
 
     Between the ends of epochs, where weights are in this process, a thread does the third.
     """
@@ -103,9 +105,13 @@ def save(
     if not engine.progress.is_saving or (engine.progress.batch and model.stop_training):
         # Resumed in the middle of this epoch, it would not stop there.
         return
-    engine.backup_writer.finish()
+    on_servers, is_chief = tables.any_of(model), engine.strategy.is_chief
+    if on_servers:
+        # What a server could not write ends all workers.
+        run_on_chief(engine.control, is_chief, _WHAT, engine.backup_writer.finish)
+    else:
+        engine.backup_writer.finish()
     engine.settle(model)
-    on_servers = tables.any_of(model)
     with backup_files.translate_file_errors(callback, (OSError,)):
         worker_files = engine.worker_files.save(
             model,
@@ -115,16 +121,21 @@ def save(
             # A process that is here has sent all that belongs to this step.
             waits=on_servers,
         )
+    is_remote = file_utils.is_remote_path(callback.backup_dir)
+    goes_on = callback.save_freq != "epoch" and not is_remote and engine.has_weights_in_memory
+
+    def write_tables() -> dict[str, Any] | None:
+        begun = tables.begin_write(model, folder)
+        return begun if begun is None or goes_on else finish(begun)
+
+    def finish(begun: dict[str, Any]) -> dict[str, Any] | None:
+        return tables.finish_write(folder, begun, backup_states.stems_in_use(callback))
+
     if on_servers:
-        listed = run_on_chief(
-            engine.control,
-            engine.strategy.is_chief,
-            _WHAT,
-            lambda: tables.write(model, folder, backup_states.stems_in_use(callback)),
-        )
+        listed = run_on_chief(engine.control, is_chief, _WHAT, write_tables)
         if listed is None:
             return
-    if worker_files is None or not engine.strategy.is_chief:
+    if worker_files is None or not is_chief:
         return
     seeds, training, at = _seeds(model), _training(engine, callback), engine.progress.at
     parts = tables.parts_on_servers(model)
@@ -132,16 +143,18 @@ def save(
         needed = backup_files.bytes_of(model)
 
     def write(write_model: Callable[[], Any]) -> None:
+        done = finish(listed) if listed is not None and goes_on else listed
+        if listed is not None and done is None:
+            return
         with backup_files.written(callback, worker_files, needed) as writing:
             write_model()
             _write_others(writing, seeds, training)
-            if listed is not None:
-                write_list(writing, listed)
-        if listed is not None:
-            tables.note_written(folder, listed, at)
+            if done is not None:
+                write_list(writing, done)
+        if done is not None:
+            tables.note_written(folder, done, at)
 
-    is_remote = file_utils.is_remote_path(callback.backup_dir)
-    if callback.save_freq == "epoch" or is_remote or not engine.has_weights_in_memory:
+    if not goes_on:
         with without_rows(parts):
             write(lambda: original(callback))
         return

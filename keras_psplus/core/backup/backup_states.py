@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.files import atomic, digests, reading
-from keras_psplus.files.table_files import LIST, read_list
+from keras_psplus.files.table_files import LIST, read_list, stems_of
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -146,7 +146,7 @@ def stems_in_use(callback: keras.callbacks.BackupAndRestore) -> list[str] | None
         lists = [_tables(callback, suffix) for suffix in ("", _PREVIOUS)]
     except (ValueError, OSError, tf.errors.OpError):
         return None
-    return [listed["stem"] for listed in lists if listed is not None]
+    return [stem for listed in lists if listed is not None for stem in stems_of(listed)]
 
 
 def remove_last(callback: keras.callbacks.BackupAndRestore) -> None:

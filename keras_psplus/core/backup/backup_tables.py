@@ -1,6 +1,7 @@
 """Tables of a backup that parameter servers write and read, past the workers' memory.
 
-    tables-*            rows of the tables and of their optimizer's slots, a file for each server
+    tables-*            rows of the tables and of their optimizer's slots, a file for each server,
+                        or, of dynamic tables, the rows that have changed since the file before
     tables.json         list of the tables, a part of the chief's state
     latest.weights.h5   everything else: there, these tables and slots have no rows
 
@@ -54,28 +55,40 @@ class BackupTables:
     def check_writable(self, model: keras.Model, folder: str) -> None:
         """Sees that servers can write a model's tables to a folder."""
 
-    def write(
-        self, model: keras.Model, folder: str, stems: Sequence[str] | None
-    ) -> dict[str, Any] | None:
-        """Has the servers write their tables, beside those of other states.
+    def begin_write(self, model: keras.Model, folder: str) -> dict[str, Any] | None:
+        """Has the servers begin to write their tables as they are; training may go on.
 
         Args:
             model: The model.
             folder: The backup's folder.
-            stems: Beginnings of the names of files to keep, of states that count; None if that is
-                not known.
 
         Returns:
             Content of the list, or None if a server is away and will be back.
         """
         raise NotImplementedError
 
-    def note_written(self, folder: str, content: dict[str, Any], at: str) -> None:
-        """Notes that what `write` returned belongs to a state that counts from now on.
+    def finish_write(
+        self, folder: str, content: dict[str, Any], stems: Sequence[str] | None
+    ) -> dict[str, Any] | None:
+        """Waits until the servers have written, and deletes what nobody needs of earlier states.
 
         Args:
             folder: The backup's folder.
-            content: What `write` has returned.
+            content: What `begin_write` has returned.
+            stems: Beginnings of the names of files to keep, of states that count; None if that is
+                not known.
+
+        Returns:
+            As `begin_write`.
+        """
+        raise NotImplementedError
+
+    def note_written(self, folder: str, content: dict[str, Any], at: str) -> None:
+        """Notes that what `finish_write` returned belongs to a state that counts from now on.
+
+        Args:
+            folder: The backup's folder.
+            content: What `finish_write` has returned.
             at: Place in the training, for people.
         """
 
@@ -139,7 +152,7 @@ def read_here(
                 has_slots = len(slots) == entry["slots"]
                 if isinstance(value, LocalTable):
                     stored = len(slots) if has_slots else 0
-                    dynamic_files.load(value.store, files.paths, entry["key"], stored)
+                    dynamic_files.load(value.store, files.chains, entry["key"], stored)
                 else:
                     variable.assign(files.read(entry["name"]))
                     for i, slot in enumerate(slots if has_slots else []):

@@ -34,6 +34,11 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=run, name="backup")
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is written now."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Waits until all is written; `finish` says later whether it could be."""
         if self._thread is not None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.files.table_files import STEM, read_list, write_list
+from keras_psplus.files.table_files import STEM, read_list, stems_of, write_list
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger
+from keras_psplus.tables.changes import needs_whole
 
 
 def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
@@ -25,20 +26,51 @@ def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
         OSError: If this process cannot write.
     """
     before = read_list(directory)
-    content = write(servers, tables, directory, [before["stem"]] if before else [])
+    content = begin(servers, tables, directory)
+    content = finish(servers, directory, content, stems_of(before) if before else [])
     write_list(directory, content)
     servers.ask_all("keep", directory=directory, stems=[content["stem"]])
 
 
-def write(
-    servers: Servers, tables: Iterable[Table], directory: str, stems: Sequence[str] | None
+def begin(
+    servers: Servers,
+    tables: Iterable[Table],
+    directory: str,
+    chain: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Has all servers write their rows of tables, which count once a list has them.
+    """Has all servers begin to write their rows of tables as they are now.
+
+    Of a dynamic table they write the changes alone, if they are few beside the rows.
 
     Args:
         servers: `servers.Servers`.
         tables: List of `Table`s.
         directory: The folder.
+        chain: That of the list before, in the same folder.
+
+    Returns:
+        Content of the list, for `finish`.
+
+    Raises:
+        TableServerError: If a server cannot, or is lost.
+    """
+    stem = f"{STEM}-{uuid.uuid4().hex[:12]}"
+    before = [] if needs_whole([one["changes"] for one in chain]) else list(chain)
+    follows = [one["stem"] for one in before]
+    servers.ask_all("begin_save", directory=directory, stem=stem, follows=follows)
+    described = [_described(name, table) for name, table in named(tables).items()]
+    return {"stem": stem, "servers": len(servers), "tables": described, "chain": before}
+
+
+def finish(
+    servers: Servers, directory: str, content: dict[str, Any], stems: Sequence[str] | None
+) -> dict[str, Any]:
+    """Waits until all servers have written; their files count once a list has them.
+
+    Args:
+        servers: `servers.Servers`.
+        directory: The folder.
+        content: What `begin` has returned.
         stems: Beginnings of the names of files that stay if a server cannot write; None if that
             is not known.
 
@@ -48,9 +80,8 @@ def write(
     Raises:
         TableServerError: If a server cannot write, or is lost.
     """
-    stem = f"{STEM}-{uuid.uuid4().hex[:12]}"
     try:
-        servers.ask_all("save", directory=directory, stem=stem)
+        answers = servers.ask_all("end_save")
     except TableServerLostError:
         raise  # The next one that is written deletes what there is of this.
     except TableServerError:
@@ -58,8 +89,9 @@ def write(
             with contextlib.suppress(TableServerError):
                 servers.ask_all("keep", directory=directory, stems=stems)
         raise
-    described = [_described(name, table) for name, table in named(tables).items()]
-    return {"stem": stem, "servers": len(servers), "tables": described}
+    own = {"stem": content["stem"], "changes": sum(answer["changes"] for answer in answers)}
+    before = [] if all(answer["is_whole"] for answer in answers) else content["chain"]
+    return {**content, "chain": [*before, own]}
 
 
 def load(servers: Servers, tables: Iterable[Table], directory: str) -> None:
@@ -117,7 +149,7 @@ def request_of(
     ]
     return {
         "directory": directory,
-        "stem": listed["stem"],
+        "stems": stems_of(listed),
         "servers": listed["servers"],
         "tables": places,
     }

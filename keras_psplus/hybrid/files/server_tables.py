@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizer_states import by_place
 from keras_psplus.errors import PeerLostError, TableServerError, TableServerLostError
-from keras_psplus.files.table_files import LIST
+from keras_psplus.files.table_files import LIST, stems_of
 from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.registry import Tables
@@ -63,24 +63,30 @@ class ServerTables(BackupTables):
             with self._lost_for_all():
                 self._servers.ask_all("check_directory", directory=folder)
 
-    def write(
-        self, model: keras.Model, folder: str, stems: Sequence[str] | None
-    ) -> dict[str, Any] | None:
+    def begin_write(self, model: keras.Model, folder: str) -> dict[str, Any] | None:
         places = self._places(model)
-        try:
-            with self._lost_for_all(), self.lock:
-                if stems is not None:
-                    if self.latest is not None and folder in self.latest[0]:
-                        # Also of a `fit` that has ended: a restart of the job may need them.
-                        stems = [*stems, self.latest[1]["stem"]]
-                    self._servers.ask_all("keep", directory=folder, stems=stems)
-                content = saving.write(self._servers, self._tables.all, folder, stems)
-        except TableServerLostError as error:
-            logger.warning("there is no backup of this step: %s", error)
-            return None
-        for entry in content["tables"]:
-            entry["place"] = places.get(entry["key"])
-        return content
+        with self._away(), self.lock:
+            # Where an ended `fit` has left it, another folder has the files.
+            is_here = self.latest is not None and self.latest[0] == [folder]
+            chain = self.latest[1]["chain"] if is_here and self.latest is not None else []
+            content = saving.begin(self._servers, self._tables.all, folder, chain)
+            for entry in content["tables"]:
+                entry["place"] = places.get(entry["key"])
+            return content
+        return None
+
+    def finish_write(
+        self, folder: str, content: dict[str, Any], stems: Sequence[str] | None
+    ) -> dict[str, Any] | None:
+        with self._away():
+            if stems is not None:
+                if self.latest is not None and folder in self.latest[0]:
+                    # Also of a `fit` that has ended: a restart of the job may need them.
+                    stems = [*stems, *stems_of(self.latest[1])]
+                kept = [*stems, content["stem"]]
+                self._servers.ask_all("keep", directory=folder, stems=kept)
+            return saving.finish(self._servers, folder, content, stems)
+        return None
 
     def note_written(self, folder: str, content: dict[str, Any], at: str) -> None:
         with self.lock:
@@ -143,6 +149,15 @@ class ServerTables(BackupTables):
             for place, variable in by_place(model).items()
             if self.is_on_servers(variable) and not variable._value.slot
         }
+
+    @contextlib.contextmanager
+    def _away(self) -> Iterator[None]:
+        """Context that a server which is lost, and will be back, ends."""
+        try:
+            with self._lost_for_all():
+                yield
+        except TableServerLostError as error:
+            logger.warning("there is no backup of this step: %s", error)
 
     @contextlib.contextmanager
     def _lost_for_all(self) -> Iterator[None]:

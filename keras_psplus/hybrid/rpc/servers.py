@@ -138,13 +138,16 @@ class Servers:
         self.ask_all(what, **arguments)
         self._made.append((what, arguments))
 
-    def ask_all(self, what: str, **arguments: Any) -> None:
+    def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
         """Asks all servers for something, and waits until all of them have done it.
+
+        Returns:
+            Their answers.
 
         Raises:
             TableServerError: The first one's, if some have not.
         """
-        errors, waits = [], []
+        answers, errors, waits = [], [], []
         for link in self._control:
             try:
                 waits.append(link.begin(what, **arguments))
@@ -152,11 +155,12 @@ class Servers:
                 errors.append(error)
         for wait in waits:
             try:
-                wait()
+                answers.append(wait())
             except TableServerError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
+        return answers
 
     @property
     def peers(self) -> list[tuple[str, str]]:

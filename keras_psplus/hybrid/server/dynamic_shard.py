@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES
 from keras_psplus.hybrid.server.shard import TableShard, traced
-from keras_psplus.tables import changes
+from keras_psplus.tables import changes, files
 from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.frozen_rows import FrozenRows
 from keras_psplus.tables.store import RowStore
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
@@ -27,6 +28,7 @@ class DynamicShard(TableShard):
 
     def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
         self.store = RowStore(self.spec, server, servers)
+        self._capturing: tuple[files.Freeze, list[files.Read]] | None = None
 
     @property
     def variables(self) -> dict[int, Any]:
@@ -42,6 +44,34 @@ class DynamicShard(TableShard):
         self._optimizer_number, self._first_slot = number, first_slot
         # Traced again, as it is to begin the new slots.
         self._methods.pop("insert", None)
+        self._capturing = None
+
+    def capture(self, key: int, since: files.Mark | None) -> files.Capture:
+        """Table as it is now, to be written while updates go on.
+
+        Args:
+            key: Its number in the files.
+            since: Mark of the capture whose changes since are wanted, or None.
+        """
+        if self._capturing is None:
+            candidates = self.store.admission.candidates
+            every = [self.store.key_rows, *([] if candidates is None else [candidates])]
+            self._capturing = self._freezing(), [self._reading(rows.frozen) for rows in every]
+        return files.Capture(self.store, key, since, *self._capturing)
+
+    def _freezing(self) -> files.Freeze:
+        @traced(tf.TensorSpec([3], _LONG))
+        def freeze(since: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return self._lock.execute(lambda: self.store.freeze(since))
+
+        return freeze
+
+    def _reading(self, frozen: FrozenRows) -> files.Read:
+        @traced(*_RANGE)
+        def read(first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return self._lock.execute(lambda: frozen.read(first, end))
+
+        return read
 
     def _makers(self) -> dict[str, Callable[[], Any]]:
         makers = super()._makers()

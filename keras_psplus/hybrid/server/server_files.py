@@ -1,16 +1,17 @@
 """Files of a parameter server: writes and reads its rows of the tables."""
 
 import contextlib
-import itertools
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.files import shard_files
-from keras_psplus.files.table_files import STEM, name_of
+from keras_psplus.files.table_files import STEM, chains, name_of
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.tables import files as dynamic_files
@@ -24,6 +25,8 @@ _OWN = re.compile(
 class ServerFiles:
     """The files of one parameter server.
 
+    Dynamic tables are written by a thread, while they are trained on.
+
     Args:
         shards: Dict from tables' numbers to `TableShard`s, as the server fills it.
         options: Dict with `server`, its index, and `servers`, their number.
@@ -34,35 +37,100 @@ class ServerFiles:
         self._server, self._servers = options["server"], options["servers"]
         # Grows while there is something to wait for.
         self.progress = 0
+        self._writer, self._written = BackgroundWriter(), {"changes": 0, "is_whole": True}
+        # Of each folder and beginning of names, the dynamic tables' marks.
+        self._marks: dict[tuple[str, str], dict[int, dynamic_files.Mark]] = {}
 
-    def save(self, directory: str, stem: str) -> None:
-        """Writes this server's rows of all tables, and their optimizers' variables.
+    def begin_save(self, directory: str, stem: str, follows: Sequence[str] = ()) -> None:
+        """Begins to write this server's rows of all tables, and their optimizers' variables.
 
-        Raises:
-            OSError: If it cannot.
+        When this returns, they may be changed.
+
+        Args:
+            directory: The folder.
+            stem: How the files' names begin.
+            follows: Beginnings of the names of files of all rows, and of changes since, in their
+                order: of dynamic tables, what has changed since the last of them is enough.
         """
+        with contextlib.suppress(OSError):
+            self._writer.finish()  # Whoever had it begun has not waited for it.
+        marks = self._marks_of(directory, follows)
         variables: dict[str, tf.Variable] = {}
         tensors = {"server": tf.constant(self._server)}
-        parts: list[Iterator[Any]] = []
+        captures: dict[int, dynamic_files.Capture] = {}
         for key, shard in self._shards.items():
             tensors[_counts(key)] = shard.counts()
             if isinstance(shard, DynamicShard):
-                parts.append(dynamic_files.parts(shard.store, key))
+                captures[key] = shard.capture(key, marks.get(key))
             else:
                 variables.update(_variables(shard, key, len(shard.slots)))
-        with shard_files.translate_file_errors("write", directory):
-            tf.io.gfile.makedirs(directory)
-            every = itertools.chain.from_iterable(parts)
-            shard_files.write(self._path(directory, stem), variables, tensors, self._go_on, every)
+        are_variables_written = threading.Event()
+
+        def parts() -> Iterator[Any]:
+            are_variables_written.set()
+            for capture in captures.values():
+                yield from capture.parts()
+
+        def write() -> None:
+            try:
+                with shard_files.translate_file_errors("write", directory):
+                    tf.io.gfile.makedirs(directory)
+                    path = self._path(directory, stem)
+                    shard_files.write(path, variables, tensors, self._go_on, parts())
+            finally:
+                are_variables_written.set()
+                for capture in captures.values():
+                    capture.close()
+            self._marks[directory, stem] = {key: of.mark for key, of in captures.items()}
+            self._written = {
+                "changes": sum(capture.changes for capture in captures.values()),
+                "is_whole": all(capture.is_whole for capture in captures.values()),
+            }
+
+        self._writer.start(write)
+        are_variables_written.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is written now."""
+        return self._writer.is_writing
+
+    def end_save(self) -> dict[str, Any]:
+        """Waits until all is written.
+
+        Returns:
+            Dict: `changes`, the rows and keys of dynamic tables that were written, and `is_whole`,
+            whether these are all of them.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self._writer.finish()
+        return self._written
+
+    def settle(self) -> None:
+        """Waits until nothing is written any more."""
+        self._writer.wait()
+
+    def _marks_of(self, directory: str, follows: Sequence[str]) -> dict[int, dynamic_files.Mark]:
+        """Marks of the last of some files, if they are still there."""
+        paths = [self._path(directory, stem) for stem in follows]
+        if not all(tf.io.gfile.exists(f"{path}.index") for path in paths):
+            return {}
+        return self._marks.get((directory, follows[-1]), {}) if follows else {}
 
     def load(
-        self, directory: str, stem: str, servers: int, tables: Sequence[Sequence[int]]
+        self,
+        directory: str,
+        stems: Sequence[str],
+        servers: int,
+        tables: Sequence[Sequence[int]],
     ) -> None:
         """Reads this server's rows of tables.
 
         Args:
             directory: The folder.
-            stem: How the files' names begin.
+            stems: How the files' names begin: those of all rows, and of changes since, in order.
             servers: How many servers have written them.
             tables: List of triples: a table's number, its number in the files, and how many
                 variables of its optimizer to read.
@@ -70,13 +138,15 @@ class ServerFiles:
         Raises:
             OSError: If it cannot.
         """
-        paths = [shard_files.path_of(directory, stem, i, servers) for i in range(servers)]
+        self.settle()
+        every = chains(directory, stems, servers)
+        paths = [chain[-1] for chain in every]
         with shard_files.translate_file_errors("read", directory):
             for key, stored, slots in tables:
                 shard = self._shards[key]
                 if isinstance(shard, DynamicShard):
                     place = self._server, self._servers, self._go_on
-                    dynamic_files.load(shard.store, paths, stored, slots, *place)
+                    dynamic_files.load(shard.store, every, stored, slots, *place)
                     continue
                 shape = shard.spec["rows"], shard.dim
                 for name, variable in _variables(shard, stored, slots).items():
@@ -105,6 +175,9 @@ class ServerFiles:
             name = os.path.basename(path)
             if _OWN.fullmatch(name) and not name.startswith(kept):
                 shard_files.remove_tree(path)
+        for where, stem in list(self._marks):
+            if where == directory and stem not in stems:
+                del self._marks[where, stem]
         if not stems:
             with contextlib.suppress(OSError):
                 os.rmdir(directory)  # On a disk of this server's own, nothing else is in it.

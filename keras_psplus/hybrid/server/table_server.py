@@ -33,7 +33,7 @@ from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
 from keras_psplus.tables.rows.row_optimizer import check_elementwise
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS, _PENDING_SECONDS = 0.1, 0.01
 # For a worker to fetch the answer that this server ends.
 _LAST_ANSWER_SECONDS = 1.0
 # Of one address, as gRPC reads it.
@@ -114,6 +114,11 @@ class TableServer:
                 answer = self._handle(**request)
             except Exception as error:  # Sent to the client that has asked.
                 answer = {"error": f"{error}"}
+            if answer is None:
+                # It takes its time; others have their answers meanwhile.
+                self._requests.put((client, number, request))
+                time.sleep(_PENDING_SECONDS)
+                continue
             if self._served < self._generation:
                 # Before the answer, by which the new methods can be called.
                 self._restart()
@@ -145,7 +150,7 @@ class TableServer:
         answer = self._tickets.answer(client, number)
         return {"pending": True, "progress": self._files.progress} if answer is None else answer
 
-    def _handle(self, what: str, **arguments: Any) -> dict[str, Any]:
+    def _handle(self, what: str, **arguments: Any) -> dict[str, Any] | None:
         handler = getattr(self, f"_on_{what}", None)
         if handler is None:
             raise ValueError(f"There is no such request. Received: {what!r}")
@@ -193,6 +198,7 @@ class TableServer:
         self, key: int, config: dict[str, Any], number: int, first_slot: int
     ) -> dict[str, Any]:
         shard = self._shards[key]
+        self._files.settle()
         check_elementwise(config)
         shard.set_optimizer(config, number, first_slot)
         self._generation += 1
@@ -212,8 +218,15 @@ class TableServer:
         shard_files.check_writable(directory, self._task.name)
         return {}
 
-    def _on_save(self, directory: str, stem: str) -> dict[str, Any]:
-        self._files.save(directory, stem)
+    def _on_begin_save(self, directory: str, stem: str, follows: list[str]) -> dict[str, Any]:
+        self._files.begin_save(directory, stem, follows)
+        return {}
+
+    def _on_end_save(self) -> dict[str, Any] | None:
+        return None if self._files.is_writing else self._files.end_save()
+
+    def _on_settle(self) -> dict[str, Any]:
+        self._files.settle()
         return {}
 
     def _on_load(self, **where: Any) -> dict[str, Any]:
@@ -242,7 +255,7 @@ class TableServer:
                 self._handle(what, **arguments)
             self._files.load(**load)
             tables = [(key, stored) for key, stored, _ in load["tables"]]
-            self._files.take_up(load["directory"], load["stem"], tables)
+            self._files.take_up(load["directory"], load["stems"][-1], tables)
         except Exception:
             # Nobody must reach half of it.
             self._shards.clear()

@@ -127,6 +127,8 @@ class Tables:
             TableServerError: If the chief does not.
         """
         if self._is_chief:
+            # A backup is of the rows before.
+            self._servers.ask_all("settle")
             table.write(slot, value)
             if self._control is not None:
                 self._servers.count_assignment(table.key, slot)

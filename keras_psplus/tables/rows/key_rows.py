@@ -5,14 +5,16 @@ row 0     17             5         812       1795702463
 row 1     FREE                                            (on the stack of free rows)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows, traced_once
+from keras_psplus.tables.rows.frozen_rows import FrozenRows
 from keras_psplus.tables.rows.index import KeyIndex, hashes_of
+from keras_psplus.tables.rows.removal_log import RemovalLog
 
 _INT, _LONG = tf.int32, tf.int64
 FREQUENCY, LAST, SEEN = range(3)
@@ -23,25 +25,29 @@ class KeyRows:
 
     Args:
         name: Name of the table, for messages.
-        *columns: `ChunkedRows` that have as many rows.
-        on_removal: Function of an int64 vector of keys that are removed; returns what to wait for.
+        update: Function that returns the number of the update that goes on.
+        *others: `ChunkedRows` that have as many rows.
+
+    Attributes:
+        others: As given.
+        log: The keys that were removed.
+        frozen: The rows as they were, while somebody reads them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *columns: ChunkedRows,
-        on_removal: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    ) -> None:
-        self._name, self._on_removal = name, on_removal
-        self.index = KeyIndex()
+    def __init__(self, name: str, update: Callable[[], tf.Tensor], *others: ChunkedRows) -> None:
+        self._name, self._update = name, update
+        self.index, self.log, self.frozen = KeyIndex(), RemovalLog(), FrozenRows(self)
         self._keys, self._meta = ChunkedRows(1, _LONG), ChunkedRows(3, _INT)
         self._free = ChunkedRows(1, _INT)
-        self.columns = [self._keys, self._meta, *columns]
         with tf.init_scope():
             self.next, self._free_count = (
                 tf.Variable(0, dtype=_INT, trainable=False) for _ in range(2)
             )
+        self.set_others(others)
+
+    def set_others(self, others: Iterable[ChunkedRows]) -> None:
+        """Sets the columns beside the keys."""
+        self.others = list(others)
         self._remove_rows = traced_once(self._remove, tf.TensorSpec([None], _INT))
 
     def count(self) -> tf.Tensor:
@@ -55,6 +61,10 @@ class KeyRows:
     def meta(self, rows: tf.Tensor) -> tf.Tensor:
         """int32 matrix of frequencies, last uses and times of rows."""
         return self._meta.sparse_read(rows)
+
+    def last(self, rows: tf.Tensor) -> tf.Tensor:
+        """int32 numbers of the updates that rows were last used in."""
+        return self.meta(rows)[:, LAST]
 
     def note(self, rows: tf.Tensor, frequency: tf.Tensor, last: Any, seen: Any) -> None:
         """Sets frequencies of rows, and one last use of all of them."""
@@ -72,7 +82,7 @@ class KeyRows:
         rows = tf.concat([taken, tf.range(first, first + fresh)], 0)
         self._free_count.assign_sub(reused, read_value=False)
         end = self.next.assign_add(fresh, read_value=True)
-        for column in self.columns:
+        for column in (self._keys, self._meta, *self.others):
             column.allocate(end)
         self.index.insert(hashes_of(keys), rows)
         self._keys.write(rows, keys[:, tf.newaxis])
@@ -83,13 +93,18 @@ class KeyRows:
         """Takes distinct rows from their keys."""
         self._remove_rows(rows)
 
+    def remove_keys(self, keys: tf.Tensor) -> None:
+        """Takes the rows from those of some distinct keys that have one."""
+        rows = self.index.find(hashes_of(keys))
+        self.remove(tf.boolean_mask(rows, rows >= 0))
+
     def _remove(self, rows: tf.Tensor) -> tf.Tensor:
         keys = self.keys(rows)
-        if self._on_removal is not None:
-            self._on_removal(keys)
+        self.log.note(keys, self._update())
         self.index.remove(hashes_of(keys))
         count, free = tf.size(rows), self._free_count.read_value()
-        self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
+        with tf.control_dependencies([self.frozen.keep(rows)]):
+            self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
         self._free.allocate(free + count)
         self._free.write(tf.range(free, free + count), rows[:, tf.newaxis])
         return self._free_count.assign_add(count, read_value=True)
@@ -102,7 +117,10 @@ class KeyRows:
 
     def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         """int64 matrix of a range's keys, frequencies, last uses and times."""
-        rows = tf.range(first, tf.minimum(first + count, self.next.read_value()))
+        return self.entries_of(tf.range(first, tf.minimum(first + count, self.next.read_value())))
+
+    def entries_of(self, rows: tf.Tensor) -> tf.Tensor:
+        """The same of a vector of row numbers."""
         meta = tf.cast(self.meta(rows), _LONG)
         return tf.concat([self.keys(rows)[:, tf.newaxis], meta], 1)
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_psplus.files import atomic, digests
-from keras_psplus.tables.changes import Changes
+from keras_psplus.files import atomic, digests, shard_files
+from keras_psplus.tables.changes import Changes, needs_whole
 from keras_psplus.tables.versions import manifest
-
-# Changes are as many as half of the rows, or as many files, before all is written again.
-_MOST_CHANGED, _MOST_VERSIONS = 0.5, 256
 
 
 class VersionWriter:
@@ -57,10 +54,7 @@ class VersionWriter:
     @property
     def needs_whole(self) -> bool:
         """Whether the next version has to have all rows."""
-        if not self._versions or len(self._versions) >= _MOST_VERSIONS:
-            return True
-        whole, *others = [sum(t["changes"] for t in v["tables"]) for v in self._versions]
-        return sum(others) > max(_MOST_CHANGED * whole, 1 << 10)
+        return needs_whole([sum(t["changes"] for t in v["tables"]) for v in self._versions])
 
     def write(self, changes: list[Changes], step: int) -> None:
         """Writes one more version, of all tables.
@@ -84,14 +78,8 @@ class VersionWriter:
         }
         versions = [version] if is_whole else [*self._versions, version]
         content = {"format": manifest.FORMAT, "tables": self._tables, "versions": versions}
-        with (
-            atomic.written(os.path.join(self._folder, manifest.NAME)) as path,
-            open(path, "w") as file,
-        ):
-            file.write(digests.to_json(content))
-            file.flush()
-            os.fsync(file.fileno())
-        atomic.sync(self._folder)
+        path = os.path.join(self._folder, manifest.NAME)
+        shard_files.write_text(path, digests.to_json(content))
         if is_whole:
             self._before = _names(self._versions) or self._before
         self._versions = versions
