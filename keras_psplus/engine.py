@@ -201,7 +201,8 @@ class Engine:
 
         `make_layer` is the constructor. In a replica's step, `call_layer` is `Layer.__call__`,
         `run_graph` runs all layers of a functional model, and `next_seed` draws the next seed of a
-        layer's generator.
+        layer's generator. `sparse_categorical_crossentropy`, `categorical_crossentropy` and
+        `argmax` take logits of which workers may have parts.
         """
         return self._answer(call)
 

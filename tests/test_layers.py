@@ -36,7 +36,7 @@ LAYERS = [
 # Within a package: its folders and files, from the bottom to the top.
 FOLDERS = {
     "all_reduce": [
-        *("data", "collectives", "liveness", "startup", "reduction", "shard_option", "topology"),
+        *("data", "collectives", "liveness", "startup", "reduction", "topology", "shard_option"),
         *("step", "reducers", "extended", "one_replica_engine", "engine", "strategy"),
     ],
     "catalogue": ["entries", "lookup", "automatic"],
@@ -102,7 +102,7 @@ FOLDERS = {
     ],
     "serving": ["frozen_table", "export"],
     "tensor_parallel": [
-        *("mesh", "group", "variable", "regions", "contractions", "embeddings", "attention"),
+        *("mesh", "late_gathers", "group", "variable", "regions", "rules"),
         *("layer_calls", "plan", "extended", "engine", "strategy"),
     ],
     "tables": [

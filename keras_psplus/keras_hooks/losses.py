@@ -12,7 +12,15 @@ import tensorflow as tf
 from keras_psplus.core.batch import losses
 from keras_psplus.keras_hooks.finders import of_step
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_internals.keras_parts import loss_module, metrics, reduction_metrics
+from keras_psplus.keras_internals.keras_parts import (
+    loss_module,
+    metrics,
+    nn_module,
+    numpy_module,
+    reduction_metrics,
+)
+
+_OF_LOGITS = ["target", "output", "from_logits", "axis"]
 
 HOOKS = (
     *(
@@ -41,6 +49,21 @@ HOOKS = (
         of_step,
         losses.apply_mask,
         "masked means divide by the whole batch's number of entries",
+    ),
+    *(
+        Hook(
+            module,
+            name,
+            parameters,
+            of_step,
+            "layer",
+            "workers have parts of the logits of a cut layer, and exchange a few numbers of a row",
+        )
+        for module, name, parameters in (
+            (nn_module, "sparse_categorical_crossentropy", _OF_LOGITS),
+            (nn_module, "categorical_crossentropy", _OF_LOGITS),
+            (numpy_module, "argmax", ["x", "axis", "keepdims"]),
+        )
     ),
     Hook(
         reduction_metrics.Mean,

@@ -93,9 +93,10 @@ def _in_use(cls: Any, attribute: str) -> Any:
 # The trainer of all backends, and TensorFlow's.
 BaseTrainer = _in_use(keras.Model, "compile_from_config")
 TensorFlowTrainer = _in_use(keras.Model, "make_train_function")
-# TensorFlow's `keras.Variable`, and the module of its functions of arrays.
+# TensorFlow's `keras.Variable`, and the modules of its functions of arrays.
 Variable = _in_use(backend.Variable, "handle")
 numpy_module = getattr(backend, "ops", backend).numpy
+nn_module = getattr(backend, "ops", backend).nn
 numpy_take = numpy_module.take
 standardize_dtype = keras.backend.standardize_dtype
 

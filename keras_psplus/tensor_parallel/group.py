@@ -8,34 +8,18 @@ gradients, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.log import logger
+from keras_psplus.tensor_parallel.late_gathers import LateGathers, LocalPart
 from keras_psplus.tf_internals import framework_ops
-from keras_psplus.tf_internals.trace_end import call_at_end
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
-
-
-class LocalPart(NamedTuple):
-    """This worker's part of a whole tensor.
-
-    Attributes:
-        tensor: The part.
-        axis: Axis along which the whole is cut.
-    """
-
-    tensor: tf.Tensor
-    axis: int
-
-
-def part_of(whole: Any, axis: int) -> tf.Tensor | None:
-    """The part along an axis that a whole tensor was gathered from, or None."""
-    found = getattr(whole, "_local_part", None)
-    return found.tensor if found is not None and found.axis == axis % whole.shape.rank else None
 
 
 class ModelGroup:
@@ -49,6 +33,9 @@ class ModelGroup:
 
     def __init__(self, launcher: Launcher, place: int, size: int) -> None:
         self.launcher, self.place, self.size = launcher, place, size
+        self._has_noted = False
+        # By ids of graphs, whose functions of the end keep them.
+        self._late: weakref.WeakValueDictionary[int, LateGathers] = weakref.WeakValueDictionary()
 
     def own(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
         """This worker's part of a whole tensor, without a gradient of its own."""
@@ -78,24 +65,41 @@ class ModelGroup:
         """
         axis %= local.shape.rank
         made: list[tf.Tensor] = []
-        graph = framework_ops.get_default_graph()
-        # It is traced after collectives that may need it: lanes of those would have it wait for
-        # them, and so would those of branches within this graph.
-        lanes = f"at the end of a graph at depth {_depth(graph)}"
 
         def stand_in(x: tf.Tensor) -> tf.Tensor:
             made.append(tf.identity(_zeros_of_whole(x, axis, self.size)))
             return made[0]
 
-        def fill(outputs: Sequence[Any]) -> None:
-            if _is_used(whole, outputs):
-                with self.launcher.keys.named(lanes):
-                    made[0].op._update_input(0, self.gather(local, axis))
-
         whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
-        call_at_end(graph, fill)
         whole._local_part = LocalPart(local, axis)
+        self._late_gathers().add(whole, made[0].op, whole._local_part)
         return whole
+
+    def _late_gathers(self) -> LateGathers:
+        """Gathers at the end of the graph that is being traced."""
+        graph = framework_ops.get_default_graph()
+        # They are traced after collectives that may need them: lanes of those would have them wait
+        # for these, and so would those of branches within this graph.
+        lanes = f"at the end of a graph at depth {_depth(graph)}"
+
+        def gather(local: tf.Tensor, axis: int) -> tf.Tensor:
+            with self.launcher.keys.named(lanes):
+                return self.gather(local, axis)
+
+        late = self._late.get(id(graph))
+        if late is None:
+            late = self._late[id(graph)] = LateGathers(graph, gather, self._note_gathering)
+        return late
+
+    def _note_gathering(self, whole: tf.Tensor, user: str) -> None:
+        if self.place == 0 and not self._has_noted:
+            self._has_noted = True
+            logger.info(
+                "logits of shape %s are gathered in each step, as '%s' uses all of them; "
+                "cross-entropy and accuracy compute with parts of them",
+                tuple(whole.shape),
+                user,
+            )
 
     def split(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
         """This worker's part of a whole tensor."""
@@ -103,6 +107,30 @@ class ModelGroup:
         return _with_gradient(
             lambda x: self.own(x, axis), lambda grad: self.stack(grad, axis), whole
         )
+
+    def collect(self, local: tf.Tensor, axis: int) -> tf.Tensor:
+        """The whole tensor of the workers' parts, gathered here and now."""
+        return _with_gradient(
+            lambda x: self.gather(x, axis), lambda grad: self.split(grad, axis), local
+        )
+
+    def own_indices(self, indices: tf.Tensor, width: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Indices of a whole axis as those of this worker's part.
+
+        Those of other parts become 0, and those that no worker has -1.
+
+        Args:
+            indices: Tensor of ints.
+            width: Size of a part.
+
+        Returns:
+            The indices, and whether each is in the part.
+        """
+        place = indices - self.place * width
+        is_mine = tf.logical_and(place >= 0, place < width)
+        is_there = tf.logical_and(indices >= 0, indices < width * self.size)
+        zero = tf.zeros([], indices.dtype)
+        return tf.where(is_mine, place, tf.where(is_there, zero, zero - 1)), is_mine
 
     def reduce(self, partial: tf.Tensor) -> tf.Tensor:
         """Sum of the workers' tensors, without a gradient."""
@@ -125,14 +153,6 @@ class ModelGroup:
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
         gathered = self.launcher.gather_equal(tensor)
         return tf.ensure_shape(gathered, [self.size, *tensor.shape])
-
-
-def _is_used(tensor: tf.Tensor, outputs: Sequence[Any]) -> bool:
-    """Whether more than its shape is used, also by what stands for it."""
-    return any(one is tensor for one in outputs) or any(
-        _is_used(op.outputs[0], outputs) if op.type == "Identity" else op.type != "Shape"
-        for op in tensor.consumers()
-    )
 
 
 def _depth(graph: Any) -> int:

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from keras_psplus.engine import Call
 from keras_psplus.sharding.units import reaches
-from keras_psplus.tensor_parallel import attention, contractions, embeddings
-from keras_psplus.tensor_parallel.group import ModelGroup, part_of
+from keras_psplus.tensor_parallel.group import ModelGroup
+from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
+from keras_psplus.tensor_parallel.rules import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 
 # Layers that call inner ones in loops of the graph, before which all of their weights are gathered.

@@ -6,7 +6,6 @@ The mesh is `MODEL` (environment) workers wide, as many rows high as there are w
 each case leaves is written to `<folder>/<case>.<task>.npz`.
 """
 
-import collections
 import contextlib
 import os
 import pathlib
@@ -103,6 +102,64 @@ def grouped():
     x = L.Dropout(0.3)(L.Dense(8, activation="relu", name="in_up")(x))
     x = L.GlobalAveragePooling1D()(L.Dense(8, name="in_down")(x))
     return keras.Model(inputs, table(x, reverse=True)), tokens()
+
+
+def vocabulary():
+    """Losses and metrics over classes that are cut: logits, smoothed ones, a softmax, ignored rows.
+
+    Of the logits named `top`, a metric needs all.
+    """
+    inputs = keras.Input((6,), dtype="int32")
+    table = L.ReversibleEmbedding(12, 8, name="tokens")
+    x = L.LayerNormalization()(L.Dense(8, "tanh", name="v_up")(table(inputs)))
+    mean = L.GlobalAveragePooling1D()(x)
+    outputs = {
+        "words": table(x, reverse=True),
+        "smooth": L.Dense(4, name="smooth_up")(mean),
+        "soft": L.Dense(10, "softmax", name="soft_up")(mean),
+        "top": L.Dense(8, name="top_up")(mean),
+    }
+    model, sparse = keras.Model(inputs, outputs), keras.losses.SparseCategoricalCrossentropy
+    losses = {
+        "words": sparse(from_logits=True, ignore_class=0),
+        "smooth": keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
+        "soft": "sparse_categorical_crossentropy",
+        "top": sparse(from_logits=True),
+    }
+    top = keras.metrics.SparseTopKCategoricalAccuracy(2)
+    metrics = {name: ["accuracy"] for name in losses} | {"top": ["accuracy", top]}
+    model.compile(O.Adam(1e-2), losses, metrics=metrics)
+    draw = np.random.RandomState(4).randint
+    y = {"words": draw(0, 12, (ROWS, 6)), "smooth": np.eye(4)[draw(0, 4, ROWS)]}
+    return model, tokens(), y | {"soft": draw(0, 10, ROWS), "top": draw(0, 8, ROWS)}
+
+
+def of_vocabulary(epochs=EPOCHS):
+    keras.utils.set_random_seed(3)
+    model, x, y = vocabulary()
+    history = model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0).history
+    found = left(model, history)
+    scores = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    return found | {f"evaluated/{name}": np.asarray(value) for name, value in scores.items()}
+
+
+def logits():
+    """Shapes of what is gathered in traced steps of training and of evaluation."""
+    shapes = gathered_shapes()
+    of_vocabulary(epochs=1)
+    return {"gathered": np.asarray(shapes)}
+
+
+def gathered_shapes():
+    """List to which each gathering adds the shape of its parts, without rows."""
+    shapes, gather = [], ModelGroup.gather
+
+    def noted(group, local, axis):
+        shapes.append(str(local.shape.as_list()[1:]))
+        return gather(group, local, axis)
+
+    ModelGroup.gather = noted
+    return shapes
 
 
 class OwnStep(keras.Model):
@@ -290,19 +347,8 @@ def backup(folder, fails):
 
 def parts():
     """Sizes of what this worker keeps, and the collectives that a traced step has."""
-    calls = collections.Counter()
-
-    def counting(name):
-        original = getattr(ModelGroup, name)
-
-        def counted(*args):
-            calls[name] += 1
-            return original(*args)
-
-        setattr(ModelGroup, name, counted)
-
-    counting("gather")
-    counting("reduce")
+    sums, reduce, shapes = [], ModelGroup.reduce, gathered_shapes()
+    ModelGroup.reduce = lambda *args: sums.append(1) or reduce(*args)
     model, x = made("transformer", "adam")
     fit(model, x, epochs=1)
     kept = [v for v in model.trainable_variables if hasattr(v._value, "local_shape")]
@@ -311,8 +357,8 @@ def parts():
         "kept": np.asarray([v._value.part.shape.num_elements() for v in kept + slots]),
         "whole": np.asarray([np.prod(v.shape) for v in kept + slots]),
         "slots": np.asarray(len(slots) / len(kept)),
-        "gathered": np.asarray(calls["gather"]),
-        "summed": np.asarray(calls["reduce"]),
+        "gathered": np.asarray(shapes),
+        "summed": np.asarray(len(sums)),
     }
 
 
@@ -331,6 +377,8 @@ def main(folder, cases):
         "failing": lambda: backup(folder, True),
         "resumed": lambda: backup(folder, False),
         "parts": parts,
+        "vocabulary": of_vocabulary,
+        "logits": logits,
     }
     for case in cases.split(","):
         keras.backend.clear_session()

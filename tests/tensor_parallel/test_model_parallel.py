@@ -15,7 +15,8 @@ JOB = cut_job.__file__
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
 CASES = ["mlp/adamw", "mixed", "own_step", "grouped/sgd", "gpt2/sgd", "mlp/accumulate", "mlp/lamb"]
-SQUARE = ["mlp/adamw", "own_step", "mlp/accumulate"]
+CASES += ["vocabulary"]
+SQUARE = ["mlp/adamw", "own_step", "mlp/accumulate", "vocabulary"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def two(folder):
     env = {"WORKERS": "2"}
-    return train_in_cluster(folder / "two", 2, [*CASES, "files", "parts"], JOB, env=env)
+    return train_in_cluster(folder / "two", 2, [*CASES, "files", "parts", "logits"], JOB, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,23 @@ def test_each_worker_has_its_part(two):
         found = load(path / f"parts.{task}.npz", log)
         np.testing.assert_array_equal(2 * found["kept"], found["whole"])
         assert found["slots"] == 2  # momentum and velocity
-        # Gathered are positions, cut by width, and logits. Forward, a table and two layers of each
-        # block are summed; backward, the gradients of what two cut layers of each multiply, and
-        # those of the head.
-        assert (found["gathered"], found["summed"]) == (2, 1 + 2 * 2 + 2 * 2 + 1)
+        # Gathered are positions, cut by width, three numbers of each row for the loss, and two for
+        # its accuracy. Forward, a table and two layers of each block are summed; backward, the
+        # gradients of what two cut layers of each multiply, and those of the head.
+        assert sorted(found["gathered"].tolist()) == ["[2]", "[3]", "[6, 4]"]
+        assert found["summed"] == 1 + 2 * 2 + 2 * 2 + 1
+
+
+def test_logits_are_not_gathered(two):
+    path, result = two
+    # Three numbers of each row for a loss, two for its accuracy; outputs of the hidden layer, and
+    # the logits of which one metric needs all.
+    wholes, small = ["[6, 4]", "[4]"], ["[6, 3]", "[6, 2]", *3 * ["[3]", "[2]"]]
+    for task, log in result.logs.items():
+        found = load(path / f"logits.{task}.npz", log)["gathered"].tolist()
+        assert sorted(found) == sorted(2 * [*small, *wholes])
+        lines = re.findall(r"logits of shape \(\w+, 8\) are gathered in each step, as '", log)
+        assert len(lines) == (task == "worker-0")
 
 
 def test_table(two):

@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import ops
-from keras_psplus.tensor_parallel.group import ModelGroup, part_of
+from keras_psplus.tensor_parallel.group import ModelGroup
+from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 

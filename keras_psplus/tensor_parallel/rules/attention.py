@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_psplus.tensor_parallel.contractions import cut_kernel
 from keras_psplus.tensor_parallel.regions import is_elementwise
+from keras_psplus.tensor_parallel.rules.contractions import cut_kernel
 from keras_psplus.tensor_parallel.variable import cut_of
 
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)

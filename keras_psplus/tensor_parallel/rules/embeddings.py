@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import ops, set_keras_mask
-from keras_psplus.tensor_parallel.contractions import local_input, local_value
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.regions import Regions
+from keras_psplus.tensor_parallel.rules.contractions import local_input, local_value
 from keras_psplus.tensor_parallel.variable import cut_of
 
 _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", None)
@@ -62,12 +62,9 @@ class _Lookup:
         indices = tf.where(indices < 0, indices + variable.shape[0], indices)
         if cut.cut.axis == 1:
             return group.stack(tf.cast(cut.local_rows(indices), dtype), -1)
-        rows = cut.local_shape[0]
-        place = indices - group.place * rows
-        is_mine = tf.logical_and(place >= 0, place < rows)
-        is_there = tf.logical_and(indices >= 0, indices < variable.shape[0])
         # The lookup of an index that nobody has fails, as in one process.
-        found = cut.local_rows(tf.where(is_mine, place, tf.where(is_there, 0, -1)))
+        place, is_mine = group.own_indices(indices, cut.local_shape[0])
+        found = cut.local_rows(place)
         found = tf.where(is_mine[..., tf.newaxis], tf.cast(found, dtype), tf.zeros([], dtype))
         return group.sum(found)
 

@@ -1,0 +1,1 @@
+"""Calls of layers and losses on tensors of which each worker has a part."""
