@@ -4,10 +4,10 @@ import importlib
 
 from tests import structure
 
-LINES = 70_900
+LINES = 72_600
 # Files that are still longer than others may be, with what they have.
 FILES = {
-    "keras_psplus/parameter_server/strategy.py": 356,
+    "keras_psplus/parameter_server/strategy.py": 354,
     "keras_psplus/all_reduce/reduction/compressed.py": 363,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
