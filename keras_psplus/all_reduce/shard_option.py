@@ -121,7 +121,7 @@ def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
 
 
 def check_group(
-    shard_group: int | None, shard: str | None, workers: Sequence[str] | None, compression: Any
+    shard_group: int | None, shard: str | None, workers: Sequence[str] | None
 ) -> int | None:
     """Returns `shard_group`, the number of workers that have the parts of a variable.
 
@@ -132,12 +132,11 @@ def check_group(
         return None
     whole_number("shard_group", shard_group, 2)
     is_even = workers is None or len(workers) < 2 or len(workers) % shard_group == 0
-    if shard is None or compression is not None or not is_even:
+    if shard is None or not is_even:
         raise ValueError(
-            "`shard_group` is for `shard`, without `compression`: so many consecutive workers have "
-            "the parts of a variable, and all workers are groups of this size. "
-            f"Received: shard_group={shard_group}, shard={shard!r}, "
-            f"compression={shown(compression)}, {len(workers or [''])} workers"
+            "`shard_group` is for `shard`: so many consecutive workers have the parts of a "
+            "variable, and all workers are groups of this size. "
+            f"Received: shard_group={shard_group}, shard={shard!r}, {len(workers or [''])} workers"
         )
     return shard_group
 

@@ -145,7 +145,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         is_plain = self._engine_class is AllReduceEngine
         shard_option.check(shard, self._updates, is_plain, topology=topology)
         of_gradients, of_weights = shard_option.compressors(compression, shard)
-        shard_option.check_group(shard_group, shard, workers, compression)
+        shard_option.check_group(shard_group, shard, workers)
         hops = compressors_per_hop(of_gradients, self._topology)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)

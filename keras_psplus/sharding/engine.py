@@ -199,11 +199,13 @@ class ShardedEngine(AllReduceEngine):
         extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in self._layouts(variables, places, numbers):
             tensors = [grads[i] for i in own]
-            totals = layout.scatter(extended.sharing_launcher, tensors, extended.store.rank)
-            mine = exchange.sum_between([total for total in totals if total is not None])
-            found = iter(mine)
-            for i, total in zip(own, totals):
-                grads[i] = None if total is None else next(found)
+            totals = layout.scatter(extended.route, tensors, extended.store.rank)
+            held = [i for i, total in zip(own, totals) if total is not None]
+            of_own = [total for total in totals if total is not None]
+            step = _step_of(optimizer)
+            mine = exchange.sum_between(of_own, [variables[i] for i in held], step)
+            for i in own:
+                grads[i] = mine[held.index(i)] if i in held else None
             exchange.count([variables[i] for i in own], layout.widths)
             exchange.traffic.time(tensors, mine)
 
@@ -225,9 +227,7 @@ class ShardedEngine(AllReduceEngine):
             extended = self.strategy.extended
             (states,) = extended.worker_state.states_of(optimizer)
             exchange = self._exchanges[optimizer] = PartExchange(
-                extended.sharing_launcher,
-                extended.store.rank,
-                extended.store.workers,
+                extended.route,
                 extended.bucket_bytes,
                 extended.compressors,
                 states.within("shares"),
@@ -316,7 +316,7 @@ class ShardedEngine(AllReduceEngine):
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in self._layouts(variables, places, owned):
             values = [self._whole_value(variables[i], targets[i]) for i in own]
-            found = layout.gather(extended.sharing_launcher, values, extended.store.rank)
+            found = layout.gather(extended.route, values, extended.store.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
             of_own = [variables[i] for i in own]

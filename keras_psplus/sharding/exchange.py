@@ -17,16 +17,18 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.compressors import check_rows
-from keras_psplus.all_reduce.topology import group_routes, shards
+from keras_psplus.all_reduce.topology import shards
 from keras_psplus.compression import Compressor, ErrorFeedback
 from keras_psplus.compression.methods import without_feedback
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
-from keras_psplus.sharding.variable import ParameterPart, gather_row
+from keras_psplus.sharding.variable import ParameterPart
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
+    from keras_psplus.all_reduce.topology.levels import Hop
+    from keras_psplus.all_reduce.topology.part_routes import Route
     from keras_psplus.engine import Variables
 
 # Buckets whose copies are in memory at once; the next one is on its way while one is summed.
@@ -37,30 +39,31 @@ class PartExchange:
     """Exchanges of flat parts of one optimizer's variables, and their costs.
 
     Args:
-        launcher: Collectives of this worker's replica.
-        rank: Place of this worker among those that share.
-        workers: Number of those.
+        route: Way of rows between the workers that share.
         bucket_bytes: Size in bytes at which a bucket is sent.
         compressors: Of gradients, and of the new values' changes; or None.
         states: `ReplicaStates` of the compressors.
-        between: Collectives between the workers of several groups that have the same parts; None
-            if one group has all workers.
+        between: Hop between the workers of several groups that have the same parts, where gradients
+            are compressed then; None if one group has all workers.
     """
 
     def __init__(
         self,
-        launcher: Launcher,
-        rank: int,
-        workers: int,
+        route: Route,
         bucket_bytes: int,
         compressors: tuple[Compressor | None, Compressor | None],
         states: ReplicaStates,
-        between: Launcher | None = None,
+        between: Hop | None = None,
     ) -> None:
-        self._between = between
-        self._launcher, self._rank, self._workers = launcher, rank, workers
-        self._bucket_bytes, self._states = bucket_bytes, states
+        self._between: CompressedSum | None = None
+        self._route, self._bucket_bytes, self._states = route, bucket_bytes, states
         self._of_gradients, self._of_changes = compressors
+        if between is not None:
+            place = between.launcher, between.place, between.size
+            self._between = CompressedSum(
+                *place, self._of_gradients, bucket_bytes, False, states.within("between")
+            )
+            self._of_gradients = None
         self.traffic = TrafficVariables()
 
     def scatter(
@@ -88,15 +91,15 @@ class PartExchange:
             with _behind(done):
                 rows = shards.rows_of([tensors[i] for i in own], of_own)
             if compressor is None:
-                row = group_routes.scatter(self._launcher, rows)
+                row = self._route.scatter(rows)
             else:
                 # Processors that encode this before the last is on its way leave the link idle.
                 rows = gradients.after(sent, tf.cast(rows, tf.float32))
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
-            (row,) = self.sum_between([row])
             done.append(row)
-            for i, part in zip(own, shards.shards_of(row, of_own)):
+            found = shards.shards_of(row, of_own)
+            for i, part in zip(own, self.sum_between(found, [variables[i] for i in own], step)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
         self.count(variables, [cut.width for cut in cuts], compressors)
         self.traffic.time(tensors, parts)
@@ -120,7 +123,7 @@ class PartExchange:
             with _behind(done):
                 if compressor is None:
                     row = shards.row_of([parts[i].value() for i in own])
-                    rows = gather_row(self._launcher, row, self._workers)
+                    rows = self._route.gather(row)
                 else:
                     row = shards.row_of([parts[i].change() for i in own])
                     rows = self._gather(compressor, row, [numbers[i] for i in own], step)
@@ -132,9 +135,15 @@ class PartExchange:
                 assign(tf.cast(whole, value.dtype), read_value=False)
         self.count(variables, [cut.width for cut in cuts], compressors, is_gradient=False)
 
-    def sum_between(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums of a group's sums over the groups."""
-        return gradients.sum_packed(self._between, tensors) if self._between else tensors
+    def sum_between(
+        self, tensors: list[tf.Tensor], variables: Variables, step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Sums of a group's sums over the groups, and what they cost."""
+        if self._between is None:
+            return tensors
+        sums, entries = self._between.sum_and_count(tensors, variables, step)
+        self.traffic.add([e._replace(logical=0, compressed=0, between=e.wire) for e in entries])
+        return sums
 
     def count(
         self,
@@ -144,14 +153,7 @@ class PartExchange:
         is_gradient: bool = True,
     ) -> None:
         """Counts so many elements of each variable for each of the other workers."""
-        entries = entries_of(variables, widths, compressors, self._workers, is_gradient)
-        if self._between and is_gradient:
-            # One part of each variable, in a ring of the groups.
-            groups = self._between._group_size
-            for i, (variable, width) in enumerate(zip(variables, widths)):
-                size = width * tf.as_dtype(variable.dtype).size
-                more = round(2 * (groups - 1) / groups * size)
-                entries[i] = entries[i]._replace(wire=entries[i].wire + more, between=more)
+        entries = entries_of(variables, widths, compressors, self._route, is_gradient)
         self.traffic.add(entries)
 
     def _buckets(
@@ -175,7 +177,7 @@ class PartExchange:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         name, state = self._read("scatter", compressor, rows, numbers)
         row, words, payload, keep = row_routes.scatter_row(
-            self._launcher, self._workers, compressor, rows, state, step
+            self._route.launcher, self._route.size, compressor, rows, state, step
         )
         inner = without_feedback(compressor)
         if inner is not compressor:
@@ -190,9 +192,8 @@ class PartExchange:
         self, compressor: Compressor, row: tf.Tensor, numbers: Sequence[int], step: tf.Tensor
     ) -> tf.Tensor:
         name, state = self._read("gather", compressor, row, numbers)
-        rows, _, keep = row_routes.gather_row(
-            self._launcher, self._rank, self._workers, compressor, row, state, step
-        )
+        hop = self._route.launcher, self._route.place, self._route.size
+        rows, _, keep = row_routes.gather_row(*hop, compressor, row, state, step)
         if isinstance(compressor, ErrorFeedback):
             self._states.write(name, keep())
         return rows
@@ -201,7 +202,7 @@ class PartExchange:
         self, route: str, compressor: Compressor, rows: tf.Tensor, numbers: Sequence[int]
     ) -> tuple[str, Any]:
         """Name and value of a bucket's state, which another number of workers cannot use."""
-        name = f"{route} {zlib.crc32(repr(list(numbers)).encode()):08x} of {self._workers}"
+        name = f"{route} {zlib.crc32(repr(list(numbers)).encode()):08x} of {self._route.size}"
         if not isinstance(compressor, ErrorFeedback):
             return name, ()
         return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
@@ -227,7 +228,7 @@ def entries_of(
     variables: Sequence[Any],
     widths: Sequence[int],
     compressors: Sequence[Compressor | None] | None,
-    workers: int,
+    route: Route,
     is_gradient: bool,
 ) -> list[TensorTraffic]:
     """Costs of so many elements of each variable for each of the other workers."""
@@ -240,5 +241,5 @@ def entries_of(
             size = compressor.wire_bytes(tuple(variable.shape), dtype)
             each, name = compressor.row_bytes((width,), dtype), repr(compressor)
         whole, size = (whole, size) if is_gradient else (0, 0)
-        entries.append(TensorTraffic(variable.path, name, whole, size, (workers - 1) * each))
+        entries.append(TensorTraffic(variable.path, name, whole, size, (route.size - 1) * each))
     return entries

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.levels import Levels, keys_of, levels_of
+from keras_psplus.all_reduce.topology.levels import Hop, Levels, keys_of, levels_of
+from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
@@ -25,13 +26,13 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     """Additional APIs of a strategy with `shard=`."""
 
     _store: ShareStore | None = None
+    _groups: Levels | None = None
 
     def __init__(
         self, *args: Any, weights: Compressor | None = None, group_size: int | None = None
     ) -> None:
         self._of_weights = weights
         super().__init__(*args)
-        self._groups: Levels | None = None
         if group_size is not None and group_size < self._num_workers:
             ranks = range(self._num_workers)
             groups = [tuple(ranks[i : i + group_size]) for i in ranks[::group_size]]
@@ -75,10 +76,14 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         return self._groups.within.launcher if self._groups else self.launcher(0)
 
     @property
-    def between_groups(self) -> Launcher | None:
-        """Collectives between the workers that have the same parts, one of each group, or None."""
-        hop = self._groups and self._groups.between
-        return hop.launcher if hop else None
+    def route(self) -> Route:
+        """Way of rows between these workers."""
+        return Route(self.sharing_launcher, self.store.rank, self.store.workers)
+
+    @property
+    def between_groups(self) -> Hop | None:
+        """The workers that have the same parts, one of each group, or None."""
+        return self._groups and self._groups.between
 
     def has_made(self, variable: Any) -> bool:
         return isinstance(variable, ShareVariable) or super().has_made(variable)

@@ -86,7 +86,7 @@ class FullyShardedEngine(ShardedEngine):
         extended = self.strategy.extended
         frees = self.strategy.reshard_after_forward
         _, compressor = extended.compressors
-        units = Units(extended.sharing_launcher, extended.bucket_bytes, frees, compressor)
+        units = Units(extended.route, extended.bucket_bytes, frees, compressor)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.topology import group_routes, shards
-from keras_psplus.sharding.variable import gather_row
+from keras_psplus.all_reduce.topology import shards
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.all_reduce.topology.part_routes import Route
 
 
 class OwnerLayout:
@@ -49,30 +47,30 @@ class OwnerLayout:
         return self._workers * self._width <= 2 * sum(self._sizes)
 
     def scatter(
-        self, launcher: Launcher, tensors: Sequence[tf.Tensor], rank: int
+        self, route: Route, tensors: Sequence[tf.Tensor], rank: int
     ) -> list[tf.Tensor | None]:
         """Sums tensors over the workers; their owners receive the sums, and others None."""
         sums: list[tf.Tensor | None] = [None] * len(tensors)
         if not self._is_balanced:
-            totals = gradients.pack_and_sum(launcher, tensors)
+            totals = route.sum(tensors)
             for i in self._of_row[rank]:
                 sums[i] = totals[i]
             return sums
         dtype = tensors[0].dtype
         rows = tf.stack([self._row([tensors[i] for i in row], dtype) for row in self._of_row])
-        total = group_routes.scatter(launcher, rows)[0]
+        total = route.scatter(rows)[0]
         for i, value in zip(self._of_row[rank], self._split(total, rank)):
             sums[i] = value
         return sums
 
-    def gather(self, launcher: Launcher, values: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
+    def gather(self, route: Route, values: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
         """Returns all values on all workers; of those given, the owner's count."""
         if not self._is_balanced:
             owned = self._of_row[rank]
             own = [v if i in owned else tf.zeros_like(v) for i, v in enumerate(values)]
-            return gradients.pack_and_sum(launcher, own)
+            return route.sum(own)
         row = self._row([values[i] for i in self._of_row[rank]], values[0].dtype)
-        rows = gather_row(launcher, row[tf.newaxis], self._workers)
+        rows = route.gather(row[tf.newaxis])
         found = list(values)
         for other, numbers in enumerate(self._of_row):
             for i, value in zip(numbers, self._split(rows[other], other)):

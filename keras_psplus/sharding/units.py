@@ -29,11 +29,10 @@ from keras_psplus.core.batch.traffic import TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
-from keras_psplus.sharding.variable import gather_row
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.all_reduce.topology.part_routes import Route
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import WeightShare
 
@@ -127,17 +126,17 @@ class Units:
     """Gathers weights for the units of a strategy's steps.
 
     Args:
-        launcher: Collectives of this worker's replica.
+        route: Way of rows between the workers that share.
         bucket_bytes: Size in bytes up to which weights share a collective.
         frees: Whether weights are freed between forward and backward.
         compressor: `Compressor` of the values that are gathered, or None.
     """
 
     def __init__(
-        self, launcher: Launcher, bucket_bytes: int, frees: bool, compressor: Compressor | None
+        self, route: Route, bucket_bytes: int, frees: bool, compressor: Compressor | None
     ) -> None:
         self._compressor = compressor
-        self._launcher, self._bucket_bytes, self._frees = launcher, bucket_bytes, frees
+        self._route, self._bucket_bytes, self._frees = route, bucket_bytes, frees
         self._calls: weakref.WeakKeyDictionary[Any, list[UnitCall]] = weakref.WeakKeyDictionary()
         self._call: UnitCall | None = None
         self._now: dict[int, tf.Tensor] = {}
@@ -289,22 +288,22 @@ class Units:
             for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.parts for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
-                rows = self._gather_row(row, cuts[0].number, compressors[bucket[0]])
+                rows = self._gather_row(row, compressors[bucket[0]])
                 for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
         cuts = [one.place.parts for one in weights]
-        self.traffic.add(
-            entries_of(weights, [cut.width for cut in cuts], compressors, cuts[0].number, False)
-        )
+        widths = [cut.width for cut in cuts]
+        self.traffic.add(entries_of(weights, widths, compressors, self._route, False))
         return wholes
 
-    def _gather_row(self, row: tf.Tensor, workers: int, compressor: Compressor | None) -> tf.Tensor:
+    def _gather_row(self, row: tf.Tensor, compressor: Compressor | None) -> tf.Tensor:
         """All workers' rows; as they are decoded if there is a compressor."""
         if compressor is None:
-            return gather_row(self._launcher, row, workers)
+            return self._route.gather(row)
         # At any step alike: backward computes with what forward has computed with.
         wide, step = tf.cast(row, tf.float32), tf.zeros([], tf.int64)
-        rows, _, _ = row_routes.gather_row(self._launcher, 0, workers, compressor, wide, (), step)
+        hop = self._route.launcher, 0, self._route.size
+        rows, _, _ = row_routes.gather_row(*hop, compressor, wide, (), step)
         return tf.cast(rows, row.dtype)
 
 

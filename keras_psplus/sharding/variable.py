@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.broadcast import WIDER
-from keras_psplus.all_reduce.topology import group_routes
+from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
@@ -126,7 +126,8 @@ class ShareVariable(CompositeVariable):
         place, part = self.place, self.part.value()
         if place.cut is not None:
             row = tf.reshape(part, [1, place.cut.width])
-            return place.cut.whole(gather_row(launcher, row, self._store.workers))
+            route = Route(launcher, self._store.rank, self._store.workers)
+            return place.cut.whole(route.gather(row))
         mine = place.owner == self._store.rank
         return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
 
@@ -247,9 +248,3 @@ class ParameterPart(TensorVariable):
     def change(self) -> tf.Tensor:
         """Difference that the update has made so far, in float32."""
         return tf.cast(self.value(), tf.float32) - tf.cast(self._before, tf.float32)
-
-
-def gather_row(launcher: Launcher, row: tf.Tensor, workers: int) -> tf.Tensor:
-    """All workers' rows as one matrix of static shape."""
-    rows = group_routes.gather(launcher, row, workers)
-    return tf.ensure_shape(rows, [workers, row.shape[1]])

@@ -19,7 +19,6 @@ from keras_psplus.all_reduce import shard_option
         ),
         (dict(shard="all", shard_group=1), "`shard_group` must be an int from 2 up"),
         (dict(shard_group=2), "`shard_group` is for `shard`"),
-        (dict(shard="all", shard_group=2, compression="int8"), "without `compression`"),
         (dict(shard=None, compression={"weights": "bf16"}), '"weights" are keys of .*shard=None'),
         (dict(shard="all", compression={"between": "int8"}), "hops of a topology"),
         (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),

@@ -8,6 +8,8 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
+from keras_psplus.all_reduce.topology.levels import Hop
+from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ParameterPart
@@ -19,7 +21,7 @@ PLACE = Place.of_parts((2, 3), 2)
 def exchange_of(given):
     gradients, weights = shard_option.compressors(given, "optimizer")
     compressors = compression.with_error_feedback(compression.get(gradients)), weights
-    return PartExchange(Alone(), 0, 2, 1 << 20, compressors, ReplicaStates("CPU:0"))
+    return PartExchange(Route(Alone(), 0, 2), 1 << 20, compressors, ReplicaStates("CPU:0"))
 
 
 def test_small_gradients_beside_large_ones_arrive_in_time():
@@ -59,7 +61,8 @@ class Doubling:
 
 def test_sums_of_groups_are_summed():
     states = ReplicaStates("CPU:0")
-    exchange = PartExchange(Alone(), 0, 2, 1 << 20, (None, None), states, Doubling())
+    route, groups = Route(Alone(), 0, 2), Hop(Doubling(), (0, 2), 0)
+    exchange = PartExchange(route, 1 << 20, (None, None), states, groups)
     variable, gradient = (
         keras.Variable(np.zeros((2, 3), "float32")),
         tf.reshape(tf.range(6.0), [2, 3]),

@@ -1,5 +1,6 @@
-"""Shares with other arguments of the strategy: accumulated gradients, and compressors."""
+"""Shares with other arguments: accumulated gradients, compressors and groups."""
 
+import itertools
 import json
 import pathlib
 
@@ -73,3 +74,19 @@ def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
         # half to the other of its group, its own half to the other group, and half of new values.
         sent = 4 * 3 / 2 * found["whole"].sum() / 2
         assert sent <= found["wire"] <= 1.1 * sent
+
+
+def test_what_goes_between_groups_is_compressed(folder, alone):
+    compression = {"gradients": "int8", "weights": "bf16"}
+    options = json.dumps({"shard": "optimizer", "compression": compression, "shard_group": 2})
+    run = train_in_cluster(folder / "groups digits", 4, ["digits"], JOB, env={"OPTIONS": options})
+    first, *others = (load(run[0] / f"digits.{task}.npz", log) for task, log in run[1].logs.items())
+    exact = load(alone / "digits.one.npz", "")
+    assert first["accuracy"] > exact["accuracy"] - 0.015
+    for other, (name, value) in itertools.product(others, first.items()):
+        np.testing.assert_array_equal(other[name], value, err_msg=name)
+    kernels, biases = 64 * 96 + 96 * 10, 96 + 10
+    encoded = kernels * (1 + 4 / 256) + 4 * biases
+    # Floats inside; halves of halves between groups, twice; bf16 of new values inside.
+    expected = 4 * (kernels + biases) / 2 + encoded / 2 + 2 * (kernels + biases) / 2
+    assert first["wire"] == pytest.approx(expected, rel=0.03)

@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.places import Place
 
@@ -29,7 +30,7 @@ def test_owners_receive_their_sums():
     shapes = [tf.TensorShape(shape) for shape in ([2, 2], [3], [4])]
     tensors = [tf.ones([2, 2]), tf.range(3.0), 2 * tf.ones([4])]
     layout = sums.OwnerLayout(shapes, [0, 1, 1], 2)
-    found = layout.scatter(Alone(), tensors, 0)
+    found = layout.scatter(Route(Alone(), 0, 2), tensors, 0)
     np.testing.assert_array_equal(found[0], np.ones((2, 2)))
     assert found[1] is None and found[2] is None
     assert layout.widths == [-(-7 * n // 11) for n in (4, 3, 4)]
@@ -37,7 +38,7 @@ def test_owners_receive_their_sums():
 
 def test_one_large_tensor_is_all_reduced():
     layout = sums.OwnerLayout([tf.TensorShape([90]), tf.TensorShape([2])], [0, 1], 3)
-    found = layout.scatter(Alone(), [tf.ones([90]), tf.ones([2])], 1)
+    found = layout.scatter(Route(Alone(), 1, 3), [tf.ones([90]), tf.ones([2])], 1)
     assert found[0] is None and found[1].shape == (2,)
     # No more than twice an all-reduce, with the values: 2 / 3 of all to each of the others.
     assert sum(layout.widths) <= 2 * 92 / 3 + 2
