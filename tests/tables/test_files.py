@@ -26,7 +26,7 @@ def state(servers):
     """All that files have to keep: by key, and of each server the Bloom filter."""
     rows, candidates, filters = {}, {}, []
     for store in servers.stores:
-        entries = store.entries(0, 1000).numpy()
+        entries = store.entries(0, 10_000).numpy()
         own = np.flatnonzero(living(entries))
         columns = [
             c.sparse_read(own.astype(np.int32)).numpy() for c in (store.weights, *store.slots)
