@@ -53,7 +53,7 @@ class ServerFiles:
                 order: of dynamic tables, what has changed since the last of them is enough.
         """
         with contextlib.suppress(OSError):
-            self._writer.finish()  # The worker that had it begun has not waited for it.
+            self._writer.finish()  # Nobody has waited for it.
         marks = self._marks_of(directory, follows)
         variables: dict[str, tf.Variable] = {}
         tensors = {"server": tf.constant(self._server)}
