@@ -4,7 +4,7 @@ import importlib
 
 from tests import structure
 
-LINES = 72_800
+LINES = 72_600
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/parameter_server/strategy.py": 354,

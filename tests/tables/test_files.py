@@ -18,6 +18,7 @@ __all__ = ["small_chunks"]
 KEY, SLOTS = 5, 1
 POLICIES = {
     "counted": (tables.Count(2), tables.Unused(steps=3)),
+    "full": (tables.Count(2), tables.Capacity(10) | tables.Unused(steps=3)),
     "filtered": (tables.Bloom(2, bits=8 * 840 * 8), tables.Norm(0.4)),
 }
 
@@ -108,6 +109,8 @@ def test_all_rows_and_changes_are_those_of_the_moments_of_their_capture(
     if case == "filtered":
         # Few are removed. Of two readers, neither makes the other begin again.
         assert whole == [True, False, False] and follower.wholes == 1
+    if case == "full":
+        return  # Which of the rows of one age goes first depends on where they lie.
     # It goes on as the one that was not read.
     for keys, gradient in chain.trained:
         others[0].step(keys, gradient)
