@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.rows import row_codec as rows_module
 from keras_psplus.hybrid.tables import prefetch
@@ -31,11 +32,15 @@ _LONG = tf.int64
 class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
+    # The host asks servers for the rows of a batch's ids.
+    fetches_to_devices = False
+
     def __init__(
         self, strategy: tf.distribute.Strategy, *args: Any, is_sync: bool, reads_ahead: bool
     ) -> None:
         self._barrier = Barrier(self) if is_sync else None
-        self._counters: dict[tuple[int, str, int], tf.Variable] = {}
+        self._clocks: dict[tuple[int, int], tf.Variable] = {}
+        self.table_traffic = TrafficVariables()
         self.rows_ahead, self._reads_ahead = RowsAhead(), reads_ahead
         super().__init__(strategy, *args)
         if reads_ahead:
@@ -55,23 +60,18 @@ class HybridExtended(MultiWorkerMirroredExtended):
         for variable in tables:
             variable.note_followed()
 
-    def _counter(self, table: Table, what: str) -> tf.Variable:
-        """An int64 of a local replica that counts something of a table."""
-        key = table.key, what, current_replica()
-        if key not in self._counters:
+    def _clock(self, table: Table) -> tf.Variable:
+        """An int64 of a local replica that counts its pushes to a table."""
+        key = table.key, current_replica()
+        if key not in self._clocks:
             with ops.init_scope(), ops.device("/CPU:0"):
-                self._counters[key] = resource_variable_ops.ResourceVariable(
+                self._clocks[key] = resource_variable_ops.ResourceVariable(
                     tf.constant(0, _LONG), trainable=False
                 )
-        return self._counters[key]
+        return self._clocks[key]
 
-    def counted(self, table: Table, what: str) -> int:
-        """The sum of a counter over the local replicas, as an int."""
-        return sum(
-            int(variable.numpy())
-            for (key, kind, _), variable in self._counters.items()
-            if (key, kind) == (table.key, what)
-        )
+    def _count(self, entry: TensorTraffic) -> None:
+        self.table_traffic.add([entry], current_replica())
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.
@@ -142,11 +142,11 @@ class HybridExtended(MultiWorkerMirroredExtended):
         return variable.with_key_gradient(rows, unique, positions, kept)
 
     def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
-        self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
+        self._count(table.pull_codec.traffic(table.name, "pull", ids))
         return table_module.pull(table, ids, current_replica(), most, **options)
 
     def _pull_ahead(self, table: Table, most: int, ids: tf.Tensor) -> tf.Tensor:
-        step = None if self._barrier is None else self._counter(table, "pushes").read_value()
+        step = None if self._barrier is None else self._clock(table).read_value()
         return self._pull(table, most, ids, purpose="ahead", step=step)
 
     def push_rows(
@@ -176,8 +176,8 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 most = rows.shape[0]
                 distinct = duplicate_rows.summed(tf.IndexedSlices(rows, ids))
                 ids, rows = distinct.indices, distinct.values
-        self._counter(table, "pushed").assign_add(tf.size(ids, _LONG), read_value=False)
-        clock = self._counter(table, "pushes")
+        self._count(table.push_codec.traffic(table.name, "gradient", ids))
+        clock = self._clock(table)
         rank = tf.constant(self.rank_in_context(), _LONG)
         header = rank, clock.read_value(), _iterations(optimizer)
         send = table_module.push_to_wait if waits else table_module.push
@@ -202,7 +202,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         scale: tf.Tensor,
     ) -> None:
         """Has the servers apply what they were sent, times `scale`."""
-        clock = self._counter(table, "pushes")
+        clock = self._clock(table)
         with tf.control_dependencies(_before_update(table)):
             header = clock.read_value(), _iterations(optimizer)
         numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)

@@ -96,7 +96,6 @@ TensorFlowTrainer = _in_use(keras.Model, "make_train_function")
 # TensorFlow's `keras.Variable`, and the module of its functions of arrays.
 Variable = _in_use(backend.Variable, "handle")
 numpy_module = getattr(backend, "ops", backend).numpy
-numpy_take = numpy_module.take
 standardize_dtype = keras.backend.standardize_dtype
 
 
