@@ -101,6 +101,7 @@ class AllReduceEngine(DistributedEngine):
             self.progress.data_seed,
             self.reads_ahead,
             iterator.steps_per_epoch,
+            iterator.steps_per_execution,
         )
         self.progress.note_data_seed(distributed.seed)
         iterator.data_adapter = distributed.adapter
@@ -319,9 +320,8 @@ class AllReduceEngine(DistributedEngine):
     @answers("set_model")
     def _set_model(self, event: Call) -> Any:
         if not self.strategy.is_chief:
-            callbacks = event.owner
-            kept = [c for c in callbacks.callbacks if not isinstance(c, _WRITE_ONLY)]
-            callbacks.callbacks = kept
+            every = event.owner
+            every.callbacks = [c for c in every.callbacks if not isinstance(c, _WRITE_ONLY)]
         return super()._set_model(event)
 
     @answers("checkpoint")

@@ -142,6 +142,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return self._control
 
     @property
+    def fetches_to_devices(self) -> bool:
+        """Whether batches are copied to GPUs before their steps."""
+        return "GPU" in self.worker_devices[0]
+
+    @property
     def barrier(self) -> Any:
         """Operation that every step waits for before all workers continue, or None."""
         return None
@@ -231,12 +236,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         """Gives all workers the first one's values of variables that all of them have."""
         broadcast.sum_from_chief(self.host_launcher, self._is_chief, variables, self._bucket_bytes)
 
-    def step_variable(self, name: str) -> tf.Variable:
-        """A float of this replica that holds something of its step, by name."""
+    def step_variable(self, name: str, on_host: bool = False) -> tf.Variable:
+        """A float of this replica's step by name; `on_host`, the host reads it without waiting."""
         device = self.device_in_context()
         variable = self._step_variables.get((device, name))
         if variable is None:
-            with ops.init_scope(), ops.device(device):
+            with ops.init_scope(), ops.device("CPU:0" if on_host else device):
                 variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
             self._step_variables[device, name] = variable
         return variable

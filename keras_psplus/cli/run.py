@@ -23,7 +23,7 @@ from keras_psplus.cli.flags import outputs, parsing, report
 from keras_psplus.cli.planning import auto, plan_script, strategy_flags
 from keras_psplus.cluster import gpus, restarts
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
-from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.launcher import worker_range
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
@@ -95,13 +95,12 @@ def main(argv: list[str]) -> int:
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
         env = strategy_flags.variables(options, layout, may_measure=starts)
-        if min_workers is not None:
-            env[launch_flags.MIN_WORKERS_VARIABLE] = str(min_workers)
         events = []
         if options.chaos is not None:
             events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
         argv = [sys.executable, *command]
         if not starts:
+            env |= worker_range.environment_of(min_workers)
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))

@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras_psplus.arguments import flag, shown
 from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
+from keras_psplus.native.devices import has_gpus
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -83,6 +84,9 @@ def saturating_cast(tensor: tf.Tensor, dtype: DType) -> tf.Tensor:
         within = tf.raw_ops.ClipByValue(t=tensor, clip_value_min=-limit, clip_value_max=limit)
         return tf.cast(tf.where(tf.math.is_finite(tensor), within, tensor), dtype)
 
+    if has_gpus():
+        # The host would have to read from a GPU which branch it is.
+        return limited()
     # Two reductions cost less than what is hardly ever needed.
     fits = (tf.reduce_max(tensor) <= limit) & (tf.reduce_min(tensor) >= -limit)
     return tf.cond(fits, lambda: tf.cast(tensor, dtype), limited)

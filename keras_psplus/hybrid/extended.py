@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
+from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.rows import row_codec as rows_module
 from keras_psplus.hybrid.tables import prefetch
@@ -32,11 +33,15 @@ _LONG = tf.int64
 class HybridExtended(MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
 
+    # The host asks servers for the rows of a batch's ids.
+    fetches_to_devices = False
+
     def __init__(
         self, strategy: tf.distribute.Strategy, *args: Any, is_sync: bool, reads_ahead: bool
     ) -> None:
         self._barrier = Barrier(self) if is_sync else None
-        self._counters: dict[tuple[int, str, int], tf.Variable] = {}
+        self._clocks: dict[tuple[int, int], tf.Variable] = {}
+        self.table_traffic = TrafficVariables()
         self.rows_ahead, self._reads_ahead = RowsAhead(), reads_ahead
         self.row_caches = RowCaches()
         # Functions by tables; and the numbers of pushes up to which nothing waits.
@@ -60,23 +65,23 @@ class HybridExtended(MultiWorkerMirroredExtended):
         for variable in tables:
             variable.note_followed()
 
-    def _counter(self, table: Table, what: str) -> tf.Variable:
-        """An int64 of a local replica that counts something of a table."""
-        key = table.key, what, current_replica()
-        if key not in self._counters:
+    def _clock(self, table: Table) -> tf.Variable:
+        """An int64 of a local replica that counts its pushes to a table."""
+        key = table.key, current_replica()
+        if key not in self._clocks:
             with ops.init_scope(), ops.device("/CPU:0"):
-                self._counters[key] = resource_variable_ops.ResourceVariable(
+                self._clocks[key] = resource_variable_ops.ResourceVariable(
                     tf.constant(0, _LONG), trainable=False
                 )
-        return self._counters[key]
+        return self._clocks[key]
 
-    def counted(self, table: Table, what: str) -> int:
-        """The sum of a counter over the local replicas, as an int."""
-        return sum(
-            int(variable.numpy())
-            for (key, kind, _), variable in self._counters.items()
-            if (key, kind) == (table.key, what)
-        )
+    def _pushes(self, table: Table) -> int:
+        """Number of pushes of all local replicas to a table."""
+        clocks = list(self._clocks.items())
+        return sum(int(clock.numpy()) for (key, _), clock in clocks if key == table.key)
+
+    def _count(self, entry: TensorTraffic) -> None:
+        self.table_traffic.add([entry], current_replica())
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
         """Rows of a table.
@@ -164,11 +169,11 @@ class HybridExtended(MultiWorkerMirroredExtended):
         cache = self._cache(table)
         if cache is None:
             return pull(ids)
-        now = self._counter(table, "pushes").read_value()
+        now = self._clock(table).read_value()
         return cache.lookup(ids, now, pull, functools.partial(self._pull_changed, table, most))
 
     def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
-        self._counter(table, "pulled").assign_add(tf.size(ids, _LONG), read_value=False)
+        self._count(table.pull_codec.traffic(table.name, "pull", ids))
         return table_module.pull(table, ids, current_replica(), most, **options)
 
     def _pull_changed(
@@ -176,13 +181,12 @@ class HybridExtended(MultiWorkerMirroredExtended):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         ranks = current_replica(), self.rank_in_context()
         where, rows = pull_changed(table, ids, has_copy, ranks, most)
-        pulled, asked = tf.size(where, _LONG), tf.size(ids, _LONG)
-        self._counter(table, "pulled").assign_add(pulled, read_value=False)
-        self._counter(table, "asked").assign_add(asked - pulled, read_value=False)
+        good = tf.size(ids, _LONG) - tf.size(where, _LONG)
+        self._count(table.pull_codec.traffic(table.name, "pull", where, good))
         return where, rows
 
     def _pull_ahead(self, table: Table, most: int, ids: tf.Tensor) -> tf.Tensor:
-        step = None if self._barrier is None else self._counter(table, "pushes").read_value()
+        step = None if self._barrier is None else self._clock(table).read_value()
         return self._pull(table, most, ids, purpose="ahead", step=step)
 
     def push_rows(
@@ -212,8 +216,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 most = rows.shape[0]
                 distinct = duplicate_rows.summed(tf.IndexedSlices(rows, ids))
                 ids, rows = distinct.indices, distinct.values
-        clock = self._counter(table, "pushes")
-        now, iterations = clock.read_value(), _iterations(optimizer)
+        now, iterations = self._clock(table).read_value(), _iterations(optimizer)
         numbers = _numbers(optimizer, learning_rate)
         cache = None if waits else self._cache(table)
         if cache is not None:
@@ -231,19 +234,18 @@ class HybridExtended(MultiWorkerMirroredExtended):
         most: int | None,
         waits: bool,
     ) -> None:
-        size = tf.size(slices[0], _LONG)
-        self._counter(table, "pushed").assign_add(size, read_value=False)
+        self._count(table.push_codec.traffic(table.name, "gradient", slices[0]))
         rank = tf.constant(self.rank_in_context(), _LONG)
         send = table_module.push_to_wait if waits else table_module.push
         answers = send(table, slices, current_replica(), (rank, *times), numbers, most)
         if not waits:
-            self._count_push(table, self._counter(table, "pushes"))
+            self._count_push(table, self._clock(table))
         self._note(answers)
 
     def flush_caches(self, tables: Sequence[Table]) -> None:
         """Has servers apply gradients that wait on workers; on all of them, between steps."""
         self.row_caches.read_again()
-        pushes = {t: self.counted(t, "pushes") for t in tables if self.row_caches.may_hold(t)}
+        pushes = {t: self._pushes(t) for t in tables if self.row_caches.may_hold(t)}
         waiting = [table for table in pushes if pushes[table] != self._flushed.get(table)]
         if not waiting:
             return
@@ -256,13 +258,13 @@ class HybridExtended(MultiWorkerMirroredExtended):
                     cache, optimizer = self.row_caches.of(table), table.optimizer
                     assert cache is not None and optimizer is not None
                     numbers = _numbers(optimizer, optimizer.learning_rate)
-                    times = self._counter(table, "pushes").read_value(), _iterations(optimizer)
+                    times = self._clock(table).read_value(), _iterations(optimizer)
                     self._send(table, cache.flush(), times, numbers, None, waits=False)
 
             run = self._container_strategy().run
             self._flushes[key] = tf.function(lambda: run(flush), autograph=False)
         self._flushes[key]()
-        self._flushed |= {table: self.counted(table, "pushes") for table in waiting}
+        self._flushed |= {table: self._pushes(table) for table in waiting}
 
     def square_of(self, tables: Sequence[Table]) -> list[tf.Tensor]:
         """Waits for all replicas' gradients, and returns their sum's squared norm by table."""
@@ -279,7 +281,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         scale: tf.Tensor,
     ) -> None:
         """Has the servers apply what they were sent, times `scale`."""
-        clock = self._counter(table, "pushes")
+        clock = self._clock(table)
         with tf.control_dependencies(_before_update(table)):
             header = clock.read_value(), _iterations(optimizer)
         numbers = tf.concat([[tf.cast(scale, tf.float32)], _numbers(optimizer, learning_rate)], 0)

@@ -232,7 +232,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         )
         self._context = TableContext(servers, tables, placer, backup_tables, check)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
-        self.communication.add_source(lambda: tables.traffic(extended.counted), lambda: 0.0)
+        self.communication.add_source(extended.table_traffic.traffic, lambda: 0.0)
         if self.is_chief and not sync:
             Recovery(servers, backup_tables, table_timeout).start()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _outside = OutsideScope()
 
 
-def engine_of(strategy: Any) -> Engine | None:
+def engine_of(strategy: object) -> Engine | None:
     """Engine of a strategy, or None if the strategy is not this library's."""
     return getattr(strategy, "engine", None)
 

@@ -97,7 +97,6 @@ TensorFlowTrainer = _in_use(keras.Model, "make_train_function")
 Variable = _in_use(backend.Variable, "handle")
 numpy_module = getattr(backend, "ops", backend).numpy
 nn_module = getattr(backend, "ops", backend).nn
-numpy_take = numpy_module.take
 standardize_dtype = keras.backend.standardize_dtype
 
 

@@ -1,6 +1,9 @@
 """The objects of a strategy that its steps are made with."""
 
 import dataclasses
+from typing import Any, Protocol
+
+import keras
 
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.replicas.copies import Copies
@@ -8,6 +11,17 @@ from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.wire.traffic import PipelineTraffic
+from keras_psplus.tf_internals import context as tf_context
+
+
+class UnderWay(Protocol):
+    """Training steps that have begun and not ended."""
+
+    def finish(self) -> Any:
+        """Ends them; returns the logs of the last one."""
+
+    def has(self, variable: keras.Variable) -> bool:
+        """Whether a variable is one that they may read or change."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,6 +37,7 @@ class PipelineContext:
         copies: Copies of weights, with several pipelines.
         residuals: State of the compressors of gradients.
         traffic: Totals of what steps send.
+        under_way: Training steps that have begun and not ended, or None.
     """
 
     stages: Stages
@@ -31,3 +46,20 @@ class PipelineContext:
     copies: Copies
     residuals: Residuals
     traffic: PipelineTraffic
+    under_way: UnderWay | None = None
+    # Whether variables were given values since the last step began.
+    _has_written: bool = False
+
+    def finish_writes(self) -> None:
+        """Waits until the workers have done what was written to their variables.
+
+        To be called before a step. A chief sends eager operations and goes on, and nothing orders
+        them before the parts of a function that runs on the same worker.
+        """
+        if self._has_written:
+            self._has_written = False
+            tf_context.context().sync_executors()
+
+    def note_written(self) -> None:
+        """Notes that variables were given values outside of steps."""
+        self._has_written = True

@@ -25,7 +25,6 @@ from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
-from keras_psplus.tf_internals import context as tf_context
 
 
 class PipelineEngine(DistributedEngine):
@@ -38,10 +37,6 @@ class PipelineEngine(DistributedEngine):
         super().__init__(strategy)
         self.context = context
         context.residuals.finish_steps = self.settle
-        # The function that has begun training steps and not ended them, or None.
-        self.under_way: PipeDreamFunction | None = None
-        # Whether variables were given values since the last step began.
-        self._has_written = False
 
     @property
     def worker_state(self) -> Residuals:
@@ -55,33 +50,20 @@ class PipelineEngine(DistributedEngine):
     # Steps that are under way.
 
     def settle(self, model: keras.Model | None = None) -> None:
-        if self.under_way is not None:
-            self.under_way.finish()
+        if self.context.under_way is not None:
+            self.context.under_way.finish()
 
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> dict[str, Any]:
-        if self.under_way is not None and event.name == "steps_end":
-            event = event.changed(logs=self.under_way.finish())
+        if self.context.under_way is not None and event.name == "steps_end":
+            event = event.changed(logs=self.context.under_way.finish())
         return super()._end_steps(event)
 
     def _settle_for(self, variable: Any) -> None:
         """Ends the steps that may change a variable."""
-        if self.under_way is not None and tf.executing_eagerly() and self.under_way.has(variable):
+        steps = self.context.under_way
+        if steps is not None and tf.executing_eagerly() and steps.has(variable):
             self.settle()
-
-    def finish_writes(self) -> None:
-        """Waits until the workers have done what was written to their variables.
-
-        To be called before a step. A chief sends eager operations and goes on, and nothing orders
-        them before the parts of a function that runs on the same worker.
-        """
-        if self._has_written:
-            self._has_written = False
-            tf_context.context().sync_executors()
-
-    def note_written(self) -> None:
-        """Notes that variables were given values outside of steps."""
-        self._has_written = True
 
     # The trainer.
 
@@ -99,10 +81,10 @@ class PipelineEngine(DistributedEngine):
         if call.name != "compile":
             # A checkpoint of TensorFlow's, say, was read past `assign`.
             self.context.copies.note_stale()
-            self.note_written()
+            self.context.note_written()
         return super().run(call)
 
-    def divides_train_step(self, model: keras.Model) -> bool:
+    def _divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
         if self.strategy.schedule == "gpipe":
             return False
@@ -128,14 +110,15 @@ class PipelineEngine(DistributedEngine):
         model, step_function = call.owner, call.get("step_function")
         self.settle()
         if self.strategy.schedule == schedule.PIPEDREAM and step_function == model.train_step:
-            return PipeDreamFunction(self, model, self.divides_train_step(model))
-        return PipelineTrainFunction(self, model, step_function)
+            return PipeDreamFunction(self, self.context, model, self._divides_train_step(model))
+        divides = step_function == model.train_step and self._divides_train_step(model)
+        return PipelineTrainFunction(self, self.context, model, step_function, divides)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Any:
         model = call.owner
         if model.predict_function is None or call.get("force"):
-            model.predict_function = PredictFunction(self, model)
+            model.predict_function = PredictFunction(self, self.context, model)
         return model.predict_function
 
     @answers("reduce_outputs")
@@ -180,7 +163,7 @@ class PipelineEngine(DistributedEngine):
         self._settle_for(variable)
         self.context.copies.note_changed(variable)
         if tf.executing_eagerly():
-            self.note_written()
+            self.context.note_written()
         return call.proceed()
 
     @answers("numpy")

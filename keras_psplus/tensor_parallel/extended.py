@@ -23,7 +23,7 @@ class ModelParallelExtended(ShardedExtended):
 
     _group: ModelGroup | None = None
 
-    def __init__(self, strategy: Any, *args: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, *args: Any) -> None:
         self.grid: Grid = strategy.grid
         super().__init__(strategy, *args)
 

@@ -1,24 +1,13 @@
 """One replica's gradients, summed until there are enough of them for an update."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates
-
-
-class Form(NamedTuple):
-    """Types of a gradient, needed to allocate its accumulator.
-
-    Attributes:
-        dtype: Its dtype.
-        index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
-    """
-
-    dtype: tf.DType
-    index_dtype: tf.DType | None
+from keras_psplus.updates.base import Form as Form
 
 
 def forms_of(grads: Grads) -> list[Form | None]:

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from keras_psplus.updates.accumulation import Form
-
-
 Grads: TypeAlias = Sequence[tf.Tensor | tf.IndexedSlices | None]
 # Applies gradients to variables.
 Apply: TypeAlias = Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
+
+
+class Form(NamedTuple):
+    """Types of a gradient, needed to allocate its accumulator.
+
+    Attributes:
+        dtype: Its dtype.
+        index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
+    """
+
+    dtype: tf.DType
+    index_dtype: tf.DType | None
 
 
 class Context(NamedTuple):
@@ -29,7 +37,7 @@ class Context(NamedTuple):
             replica's own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
             `assign_add`. Backups keep these variables.
         name: Prefix that distinguishes these variables from others of the same optimizer.
-        forms: List of `accumulation.Form`, of the gradients to come; None for None.
+        forms: List of `Form`, of the gradients to come; None for None.
         variables: Their Keras variables.
         parts: The result of `on_build`, with the trained variables only.
         averaged: Further variables of the optimizer's that are to be averaged with the weights.

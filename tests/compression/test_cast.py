@@ -4,6 +4,7 @@ import tensorflow as tf
 from hypothesis import given
 
 from keras_psplus import compression
+from keras_psplus.compression import cast
 from tests.compression.common import arrays, few, round_trip
 
 
@@ -16,7 +17,9 @@ def test_relative_error(dtype, error, array):
     np.testing.assert_array_less(np.abs(decoded - array), np.abs(array) * error + 6.1e-8)
 
 
-def test_float16_saturates_what_is_finite():
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_float16_saturates_what_is_finite(on_gpus, monkeypatch):
+    monkeypatch.setattr(cast, "has_gpus", lambda: on_gpus)
     decoded, _ = round_trip(compression.Cast("float16"), [1e5, -3e38, np.inf, -np.inf, np.nan])
     np.testing.assert_array_equal(decoded, [65504, -65504, np.inf, -np.inf, np.nan])
     from_bfloat16 = compression.Cast("float16").encode_rows(tf.constant([[1e5]], tf.bfloat16), 0)

@@ -43,6 +43,7 @@ def install(most, workers):
     for owner, name, value in (
         (tf.config, "list_logical_devices", list_logical_devices),
         (MultiWorkerMirroredExtended, "_initialize_local_devices", local_devices),
+        (MultiWorkerMirroredExtended, "fetches_to_devices", True),
         (Launcher, "_on_cpu", property(lambda launcher: not is_gpu(_spec(launcher._device)))),
         (startup, "local_devices", lambda: _names(_JOB)),
     ):

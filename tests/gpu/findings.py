@@ -1,5 +1,6 @@
 """What is found in walks of steps, where in the library, and what of it is known."""
 
+import collections
 import typing
 
 import numpy as np
@@ -8,6 +9,7 @@ import tensorflow as tf
 import keras_psplus
 
 NO_KERNEL, INT32, COPY, REDUCE = "no kernel", "int32", "copy", "reduce"
+WAIT, EDGES, BATCH = "wait", "edges", "batch"
 # Bytes that may cross between host and GPU.
 MOST_COPIED = 1 << 16
 # An int32 tensor on the host has fewer elements than one in so many of the largest gradient.
@@ -26,12 +28,16 @@ class Finding(typing.NamedTuple):
         kind: NO_KERNEL: an operation runs on the host, for want of a kernel. INT32: a tensor of a
             gradient's size is in host memory, as operations on GPUs have it for int32. COPY: more
             than `MOST_COPIED` bytes, or an unknown number, cross between host and GPU. REDUCE: an
-            all-reduce of a type that is refused on GPUs.
+            all-reduce of a type that is refused on GPUs. WAIT: the host reads something of a GPU
+            that a GPU's own work then waits for. EDGES: an operation of the host waits for several
+            of a GPU's, each of which costs a message. BATCH: the step copies what it is given to
+            the GPU, instead of an iterator before it.
         op: Type of the operation.
         dtypes: Names of types: the operation's, or the tensor's.
         where: File and function of the library that has made the operation.
         size: Bytes of the tensor, or None.
         to_host: Of COPY: whether it is from GPU to host.
+        times: Of WAIT: how many there are.
     """
 
     kind: str
@@ -40,6 +46,7 @@ class Finding(typing.NamedTuple):
     where: str
     size: int | None = None
     to_host: bool | None = None
+    times: int | None = None
 
 
 def find(walk, gradient):
@@ -64,7 +71,12 @@ def find(walk, gradient):
     for op in walk.collectives:
         if op.type.startswith("CollectiveReduce") and op.inputs[0].dtype not in _REDUCED:
             found.append(_of_tensor(REDUCE, op.inputs[0], op))
-    return _largest(found)
+    found += [_of_tensor(BATCH, t, t.op)._replace(size=None) for t in walk.batches]
+    found += [Finding(EDGES, op.type, "", where(op)) for op in walk.fans]
+    waits = collections.Counter(
+        Finding(WAIT, one.op.type, one.dtype, where(one.op)) for one in walk.waits
+    )
+    return _largest(found) + [f._replace(times=times) for f, times in waits.items()]
 
 
 def _of_tensor(kind, tensor, op):

@@ -3,7 +3,7 @@
 import fnmatch
 import typing
 
-from tests.gpu.findings import COPY, INT32, NO_KERNEL
+from tests.gpu.findings import BATCH, COPY, EDGES, INT32, NO_KERNEL, WAIT
 
 
 class Known(typing.NamedTuple):
@@ -16,6 +16,7 @@ class Known(typing.NamedTuple):
         where: Patterns of files and functions, as in a shell.
         dtypes: Pattern of types.
         is_mended: Whether it may be gone: others are mending it.
+        times: How many waits there are in a step, at most.
     """
 
     reason: str
@@ -24,6 +25,7 @@ class Known(typing.NamedTuple):
     where: tuple[str, ...]
     dtypes: str = "*"
     is_mended: bool = False
+    times: int | None = None
 
     def covers(self, finding):
         """Whether a finding is one of these."""
@@ -31,6 +33,7 @@ class Known(typing.NamedTuple):
             finding["kind"] in self.kinds
             and finding["op"] in self.ops
             and fnmatch.fnmatchcase(finding["dtypes"], self.dtypes)
+            and (self.times is None or (finding["times"] or 0) <= self.times)
             and any(fnmatch.fnmatchcase(finding["where"], pattern) for pattern in self.where)
         )
 
@@ -60,26 +63,70 @@ KNOWN = [
     ),
     Known(
         "ids and rows of tables cross to the servers, as they must",
-        (COPY, INT32),
+        (COPY, INT32, WAIT),
         ("EnsureShape", "Identity", "If", "RpcCall", "While"),
         ("hybrid/rpc/*",),
     ),
     Known(
+        "the host checks ids before it asks servers for their rows, and whether they have answered",
+        (WAIT, EDGES),
+        ("Assert", "DeleteRpcFutureResource", "Pack", "StatelessIf"),
+        ("hybrid/extended.py *", "hybrid/rpc/*"),
+    ),
+    Known(
+        "ids are copied in the step with tables: it is the host that needs them",
+        (BATCH,),
+        ("Placeholder",),
+        ("all_reduce/step/single_steps.py step",),
+        # Float inputs of other steps would be found.
+        dtypes="int*",
+    ),
+    Known(
         "numbers of rows that an embedding has looked up: four bytes for each id of the batch",
-        (COPY, INT32),
+        (COPY, INT32, WAIT),
         ("PlaceholderWithDefault", "Reshape", "UnsortedSegmentSum"),
         (
             *("all_reduce/reduction/routes.py gather_rows", "compression/wire.py _from_words"),
             *("core/graph/stand_ins.py _of_any_length", "core/gradient_path.py update_variables"),
+            "engine.py proceed",
         ),
         dtypes="int32",
     ),
     Known(
         "one or two counts from each replica, by which the host chooses a branch, or pads rows",
-        (COPY, INT32),
+        (COPY, INT32, WAIT),
         ("Max", "Reshape"),
         ("all_reduce/reduction/factor_sums.py *", "all_reduce/collectives/* gather_rows"),
         dtypes="int32",
+        # One for each of two replicas: all layers are counted at once.
+        times=2,
+    ),
+    Known(
+        "the host has to know how many elements have been chosen on the GPU",
+        (WAIT,),
+        ("EnsureShape", "Range", "SparseToDense", "StatelessWhile"),
+        ("compression/sparse/*",),
+    ),
+    Known(
+        "the host chooses by a rule's counter, which is with the replica's state, what is sent",
+        (WAIT,),
+        ("If",),
+        ("updates/*",),
+        dtypes="bool",
+    ),
+    Known(
+        "Keras skips a step whose gradients have overflowed: the host chooses",
+        (WAIT,),
+        ("If",),
+        ("engine.py proceed",),
+        dtypes="bool",
+    ),
+    Known(
+        "a worker looks whether it has its state, or has begun anew",
+        (WAIT,),
+        ("If",),
+        ("parameter_server/state/worker_state.py *",),
+        dtypes="bool",
     ),
     Known(
         "zeros that uneven groups' followers add to the leader's words: copied, not waited for",

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tests.gpu import kernels
-from tests.gpu.findings import COPY, INT32, NO_KERNEL, REDUCE, find
+from tests.gpu.findings import BATCH, COPY, EDGES, INT32, NO_KERNEL, REDUCE, WAIT, find
 from tests.gpu.walk import HOST, Walk
 
 GRADIENT = 1 << 16
@@ -74,7 +74,7 @@ def test_integers_that_go_through_a_branch():
         many = tf.cast(x, tf.int32)
         return tf.cond(x[0] > 0, lambda: tf.cast(many, tf.float32), lambda: x)
 
-    assert {kind for kind, op in found(step) if op in ("If", "StatelessIf")} == {INT32, COPY}
+    assert {kind for kind, op in found(step) if op in ("If", "StatelessIf")} == {INT32, COPY, WAIT}
 
 
 def test_copies_between_host_and_gpu():
@@ -84,8 +84,8 @@ def test_copies_between_host_and_gpu():
             z = tf.nn.relu(y)
         return z + 1
 
-    assert found(step) == {(COPY, "Relu"), (COPY, "AddV2")}
-    assert found(step, tf.TensorSpec([GRADIENT // 4])) == set()
+    assert found(step) == {(COPY, "Relu"), (COPY, "AddV2"), (WAIT, "Relu")}
+    assert found(step, tf.TensorSpec([GRADIENT // 4])) == {(WAIT, "Relu")}
 
 
 @pytest.mark.parametrize("device", ["CPU:0", GPU])
@@ -112,6 +112,55 @@ def test_all_reduces_of_types_that_gpus_refuse(dtype):
     refused = dtype in (tf.bfloat16, tf.int32)
     assert ((REDUCE, "CollectiveReduceV2") in found(step)) == refused
     assert found(step, device="CPU:0") == set()
+
+
+def test_predicates_that_gpus_wait_for():
+    def step(x, size=None):
+        with tf.device("CPU:0"):
+            is_long = size is None or size > 1
+        return tf.cond(x[0] > 0 if size is None else is_long, lambda: x * 2, lambda: x)
+
+    assert {kind for kind, op in found(step) if op.endswith("If")} == {WAIT}
+    both = tf.TensorSpec([GRADIENT]), tf.TensorSpec([], tf.int32)
+    assert found(step, *both) == set()
+
+    def loop(x):
+        return tf.while_loop(lambda y: y[0] < 5, lambda y: [y + 1], [x * 2])
+
+    assert {kind for kind, op in found(loop) if op.endswith("While")} == {WAIT}
+
+
+def test_round_trips_over_the_host():
+    with tf.device("CPU:0"):
+        total = tf.Variable(0.0)
+
+    def step(x, returns):
+        y = x * 2
+        with tf.device("CPU:0"):
+            doubled = y[0] * 2
+            total.assign_add(doubled)
+        return y + doubled if returns else y + tf.cast(tf.shape(y)[0], tf.float32)
+
+    assert {kind for kind, _ in found(lambda x: step(x[:9], True))} == {WAIT}
+    # The host is behind, and nobody waits for it.
+    assert found(lambda x: step(x[:9], False)) == set()
+
+
+def test_control_edges_to_the_host():
+    def step(x, waits):
+        products = [x * 2, x * 3]
+        with tf.control_dependencies(products), tf.device("CPU:0"):
+            time = tf.timestamp()
+        with tf.control_dependencies([time] if waits else []):
+            return x + 1
+
+    assert found(lambda x: step(x, False)) == {(EDGES, "Timestamp")}
+    assert found(lambda x: step(x, True)) == {(EDGES, "Timestamp"), (WAIT, "Timestamp")}
+
+
+def test_batches_that_are_copied_in_the_step():
+    iterator = iter(tf.data.Dataset.from_tensors(tf.ones([2])))
+    assert found(lambda iterator: iterator.get_next() + 1, iterator) == {(BATCH, "IteratorGetNext")}
 
 
 def test_inputs_that_were_replaced_by_later_operations():

@@ -123,12 +123,12 @@ def test_two_batches_are_under_way(pipeline):  # noqa: F811
 
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            steps = strategy.engine.under_way
+            steps = strategy.engine.context.under_way
             found.append((len(steps._under_way), set(logs)))
 
     model, _ = fit(strategy, skips, [Look()], epochs=1)
     assert found == [(1, {"loss", "accuracy"}), *[(2, {"loss", "accuracy"})] * 3]
-    assert strategy.engine.under_way is None
+    assert strategy.engine.context.under_way is None
     assert int(model.optimizer.iterations) == 4
 
 

@@ -419,8 +419,8 @@ def test_the_plan_says_what_it_comes_to(pipeline):
 def test_what_a_callback_writes_is_there_before_the_next_step(pipeline, monkeypatch, order):
     """On another process's device, an eager assignment is sent, and may come after the step."""
     events, strategy = [], pipeline(schedule=order)
-    engine = strategy.engine
-    finish = engine.finish_writes
+    made_with = strategy.engine.context
+    finish = made_with.finish_writes
     monkeypatch.setattr(
         context.context(), "sync_executors", lambda: events.append("sync"), raising=False
     )
@@ -429,7 +429,7 @@ def test_what_a_callback_writes_is_there_before_the_next_step(pipeline, monkeypa
         events.append("about to run")
         finish()
 
-    monkeypatch.setattr(engine, "finish_writes", finish_writes)
+    monkeypatch.setattr(made_with, "finish_writes", finish_writes)
 
     class Writes(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

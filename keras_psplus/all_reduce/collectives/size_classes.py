@@ -20,9 +20,11 @@ def of(rows: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     Returns `(rounded rows, index of the class)`.
     """
-    sizes = tf.constant(_SIZES, tf.int32)
-    index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
-    return sizes[index], index
+    # On the host, that has the rows' number and needs the class's: no GPU is asked in between.
+    with tf.device("CPU:0"):
+        sizes = tf.constant(_SIZES, tf.int32)
+        index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
+        return sizes[index], index
 
 
 def padded_rows(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

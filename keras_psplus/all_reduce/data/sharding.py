@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import data_facts, elements, global_batches, lookahead
+from keras_psplus.all_reduce.data import (
+    data_facts,
+    device_prefetch,
+    elements,
+    global_batches,
+    lookahead,
+)
 from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
 from keras_psplus.all_reduce.data.global_batches import GlobalBatches
 from keras_psplus.all_reduce.data.py_dataset import share_shuffle
@@ -57,6 +63,7 @@ class _Given(NamedTuple):
     adapter: Any
     reads_ahead: bool
     steps: int | None
+    to_devices: bool
 
 
 def distribute(
@@ -65,6 +72,7 @@ def distribute(
     seed_for: Callable[[int], int],
     reads_ahead: bool = False,
     steps: int | None = None,
+    steps_per_execution: int = 1,
 ) -> Distributed:
     """Shares a data adapter's data out over the replicas of all workers.
 
@@ -75,6 +83,7 @@ def distribute(
             it says on the first worker counts.
         reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
         steps: Steps of an epoch that the script has set, or None.
+        steps_per_execution: Steps that the iterator is read in at once.
 
     Returns:
         `Distributed`.
@@ -91,7 +100,9 @@ def distribute(
     seed = seed_for(random.randint(1, int(1e9)))
     proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run)
     proposals = _exchange(strategy, proposal)
-    given = _Given(strategy, adapter, reads_ahead, steps)
+    # To read several batches at once, TensorFlow has workers ask each other for each of them.
+    to_devices = strategy.extended.fetches_to_devices and steps_per_execution == 1
+    given = _Given(strategy, adapter, reads_ahead, steps, to_devices)
     distributed = _distribute(given, proposals, proposal, pipeline)
     return distributed._replace(seed=proposals[0].seed)
 
@@ -99,7 +110,7 @@ def distribute(
 def _distribute(
     given: _Given, proposals: list[_Proposal], own: _Proposal, pipeline: Pipeline | str
 ) -> Distributed:
-    strategy, adapter, reads_ahead, _ = given
+    strategy, adapter, reads_ahead, *_ = given
     kind, facts, readers, _, _, how_maps_run = own
     world = strategy.extended.world
     seed = proposals[0].seed
@@ -107,7 +118,7 @@ def _distribute(
     if strategy.num_workers > 1:
         _check_proposals(given, proposals)
     if kind == "array" and alike:
-        return _with_next(_array(strategy, adapter, seed), reads_ahead)
+        return _ahead(given, _array(strategy, adapter, seed))
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):
         return _own_share(given, proposals, readers)
     share_shuffle(adapter, seed)
@@ -197,7 +208,7 @@ def _array(strategy: tf.distribute.Strategy, adapter: Any, seed: int) -> Distrib
 
 def _split(given: _Given, of_dataset: GlobalBatches, facts: dict[str, Any]) -> Distributed:
     if facts["batches"] != data_facts.UNKNOWN:
-        return _with_next(_lockstep(given, of_dataset, facts["batches"]), given.reads_ahead)
+        return _ahead(given, _lockstep(given, of_dataset, facts["batches"]))
     return _until_all_end(given, of_dataset)
 
 
@@ -214,10 +225,13 @@ def _lockstep(given: _Given, of_dataset: GlobalBatches, count: int) -> Distribut
     return Distributed(sharded.prefetch(tf.data.AUTOTUNE), given.adapter, of_dataset.spec)
 
 
-def _with_next(distributed: Distributed, reads_ahead: bool) -> Distributed:
-    if not reads_ahead:
-        return distributed
-    dataset = lookahead.with_next(distributed.dataset).prefetch(tf.data.AUTOTUNE)
+def _ahead(given: _Given, distributed: Distributed) -> Distributed:
+    """Batches of `Shards`: with the next ones, or on their devices, where that is wanted."""
+    dataset = distributed.dataset
+    if given.reads_ahead:
+        dataset = lookahead.with_next(dataset).prefetch(tf.data.AUTOTUNE)
+    elif given.to_devices:
+        dataset = device_prefetch.on_devices(given.strategy, dataset)
     return distributed._replace(dataset=dataset)
 
 
@@ -259,7 +273,7 @@ def _own_share(given: _Given, proposals: list[_Proposal], readers: list[Any]) ->
 
     TensorFlow shards files; without that, the data are as the script read them.
     """
-    strategy, adapter, reads_ahead, _ = given
+    strategy, adapter, reads_ahead, *_ = given
     dataset = adapter.get_tf_dataset()
     if isinstance(dataset, tf.distribute.DistributedDataset):
         _log_distribution(strategy, "distributed by the script")

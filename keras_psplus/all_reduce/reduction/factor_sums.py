@@ -1,12 +1,12 @@
 """Sums of products: the factors of all replicas, gathered and multiplied on each.
 
 The number of rows may differ between replicas and from step to step, and all must choose the same
-way, so they tell each other first.
+way, so they tell each other first, once for all products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -19,11 +19,21 @@ if TYPE_CHECKING:
     from keras_psplus.compression.factors.outer_products import OuterProduct
 
 
+def most_rows(launcher: Launcher, products: Sequence[OuterProduct]) -> list[tf.Tensor]:
+    """Largest number of rows of each product on any replica, on the host."""
+    # Of what went into layers: this waits for no gradient. On a GPU, shapes are on the host anyway.
+    rows = [tf.shape(product.left)[0] for product in products]
+    with launcher.separate_order("factors rows"), tf.device("CPU:0"):
+        counts = launcher.gather(tf.stack(rows))
+        return tf.unstack(tf.reduce_max(tf.reshape(counts, [-1, len(products)]), 0))
+
+
 def sum_of_outer_products(
     launcher: Launcher,
     replicas: int,
     compressor: compression.SufficientFactors,
     product: OuterProduct,
+    most: tf.Tensor,
     shape: tf.TensorShape,
     whole_sum: Callable[[tf.Tensor], tf.Tensor],
     name: str,
@@ -35,6 +45,7 @@ def sum_of_outer_products(
         replicas: Number of replicas.
         compressor: `compression.SufficientFactors`.
         product: `compression.factors.outer_products.OuterProduct` of this replica.
+        most: Rows of the replica that has the most, of `most_rows`.
         shape: Static shape of the matrix.
         whole_sum: Function that sums a matrix over replicas, for those with too many rows, and
             returns the sum.
@@ -43,9 +54,6 @@ def sum_of_outer_products(
     Returns:
         The sum; how many bytes this replica has for each of the others; and how many it sends.
     """
-    with launcher.separate_order(f"{name} rows"), tf.device("CPU:0"):
-        counts = launcher.gather(tf.shape(product.left)[:1])
-        most = tf.reduce_max(counts)
     sent = compressor.factor_bytes(shape, tf.cast(tf.shape(product.left)[0], tf.int64))
 
     def gathered(factor: tf.Tensor, columns: int, side: str) -> tuple[tf.Tensor, int]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 
+_HOST = "CPU:0"
+
 
 class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
@@ -66,8 +68,8 @@ class MirroredReplicaStep(ReplicaStep):
         self.replicas = extended._num_replicas_in_sync
         self._fraction: Any = None
         self._rows: Any = None
-        # Positive if the replica has rows; None if nobody has said how many.
-        self._has_rows: Any = None
+        # None if nobody has said how many.
+        self._local_rows: Any = None
         self._surely_has_rows = False
         self._changed: dict[Any, tf.Variable] = {}
         self._baselines: dict[Any, tuple[tf.Variable, tf.Tensor]] = {}
@@ -77,7 +79,7 @@ class MirroredReplicaStep(ReplicaStep):
         # Metrics whose results the step has asked for eagerly, by ids.
         self.asked_metrics: set[int] = set()
         if batch is not None:
-            self.set_batch_fraction(batch.local_rows, batch.global_rows)
+            self.set_batch_fraction(*batch.counts())
             # A padded batch has one row.
             rows = batches.rows_of(batch.data)
             self._surely_has_rows = isinstance(rows, int) and rows > 1
@@ -88,6 +90,7 @@ class MirroredReplicaStep(ReplicaStep):
 
     def set_batch_fraction(self, local_rows: tf.Tensor, global_rows: tf.Tensor) -> None:
         """Notes the replica's part of the global batch, in rows."""
+        self.set_rows(local_rows)
         global_rows = tf.cast(global_rows, tf.float32)
         # Variables, not tensors: a nested tf.function that was traced in an earlier step's graph
         # reads this step's values.
@@ -97,23 +100,25 @@ class MirroredReplicaStep(ReplicaStep):
         )
         self._rows = self._extended.step_variable("global rows")
         self._rows.assign(global_rows, read_value=False)
-        self._has_rows = self._fraction
 
     def set_rows(self, local_rows: int | tf.Tensor) -> None:
         """Notes the replica's rows, where nothing depends on those of the others."""
-        self._has_rows = self._extended.step_variable("local rows")
-        self._has_rows.assign(tf.cast(local_rows, tf.float32), read_value=False)
+        self._local_rows = self._extended.step_variable("local rows", on_host=True)
+        with ops.device(_HOST):
+            self._local_rows.assign(tf.cast(local_rows, tf.float32), read_value=False)
 
     @property
     def may_be_empty(self) -> bool:
         """Whether the replica may have no rows, as far as the graph knows."""
         # A tf.function inside may be called again where that is not so.
         knows = self._surely_has_rows and ops.get_default_graph() is self._graph
-        return self._has_rows is not None and not knows
+        return self._local_rows is not None and not knows
 
     def has_rows(self) -> tf.Tensor:
-        """Scalar bool, whether the replica has its own rows."""
-        return tf.constant(True) if self._has_rows is None else self._has_rows.read_value() > 0
+        """Scalar bool on the host, whether the replica has its own rows."""
+        with ops.device(_HOST):
+            rows = self._local_rows
+            return tf.constant(True) if rows is None else rows.read_value() > 0
 
     @contextlib.contextmanager
     def applying_alone(self) -> Iterator[None]:
@@ -159,7 +164,7 @@ class MirroredReplicaStep(ReplicaStep):
         Args:
             tensors: List of tensors, `tf.IndexedSlices` or None. Of slices, none are left.
         """
-        if self._has_rows is None:
+        if self._local_rows is None:
             return tensors
         # Also where the graph knows that there are rows: others may not, and all replicas have to
         # find the same products.
@@ -190,9 +195,13 @@ class MirroredReplicaStep(ReplicaStep):
         if not self.may_be_empty:
             return tensor
         if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
-            rows = tf.where(self.has_rows(), batches.rows_of(tensor), 0)
-            return batches.take(tensor, 0, rows)
-        return tensor[: tf.where(self.has_rows(), tf.shape(tensor)[0], 0)]
+            return batches.take(tensor, 0, self._or_none(batches.rows_of(tensor)))
+        return tensor[: self._or_none(tf.shape(tensor)[0])]
+
+    def _or_none(self, rows: int | tf.Tensor | None) -> tf.Tensor:
+        """A number of rows, or 0 if the replica has none, on the host."""
+        with ops.device(_HOST):
+            return tf.where(self.has_rows(), rows, 0)
 
     def _parts_of(self, gradient: tf.Tensor | tf.IndexedSlices) -> Any:
         """Components of a gradient: the values of slices, the factors of a product."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.updates import Updates
 
 # Weak reference to the optimizer that states belong to.
@@ -41,7 +40,7 @@ class MirroredUpdates:
 
     def apply(
         self,
-        step: MirroredReplicaStep,
+        step: step_module.ReplicaStep,
         optimizer: keras.optimizers.Optimizer,
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         variables: list[keras.Variable],

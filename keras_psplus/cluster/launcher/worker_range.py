@@ -13,6 +13,11 @@ from keras_psplus.cluster.monitor.job_record import JobRecord
 ADD_WORKER = "add-worker"
 
 
+def environment_of(min_workers: int | None) -> dict[str, str]:
+    """Variables that tell tasks with how many workers a job begins."""
+    return {} if min_workers is None else {MIN_WORKERS_VARIABLE: str(min_workers)}
+
+
 class WorkerRange:
     """Starts the workers of a range that are asked for.
 
@@ -30,7 +35,7 @@ class WorkerRange:
         late = [] if min_workers is None else self._workers[min_workers:]
         self.first = [task for task in tasks if task not in late]
         self._is_range = min_workers is not None
-        self.environment = {MIN_WORKERS_VARIABLE: str(min_workers)} if self._is_range else {}
+        self.environment = environment_of(min_workers)
 
     def answer(
         self, record: JobRecord | None, ends: TaskEnds, start: Callable[[Task], None]

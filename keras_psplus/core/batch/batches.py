@@ -30,6 +30,19 @@ class Batch(NamedTuple):
     local_rows: Any
     global_rows: Any
 
+    def with_text(self) -> Batch:
+        """The batch with its numbers as text, which iterators of GPUs leave on the host."""
+        return self._replace(
+            local_rows=tf.as_string(self.local_rows), global_rows=tf.as_string(self.global_rows)
+        )
+
+    def counts(self) -> list[Any]:
+        """Numbers of rows of the replica and of the global batch."""
+        with tf.device("CPU:0"):
+            return [
+                tf.strings.to_number(n, tf.int32) if n.dtype == tf.string else n for n in self[1:]
+            ]
+
 
 class Shards(NamedTuple):
     """The batches of all replicas of this worker, for one step."""

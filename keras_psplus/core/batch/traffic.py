@@ -47,15 +47,21 @@ class TrafficVariables:
 
     def __init__(self, device: str = "CPU:0") -> None:
         self._device = device
-        # By what a step sends.
-        self._totals: dict[tuple[_Key, ...], tf.Variable] = {}
+        # By who counts, and what a step sends.
+        self._totals: dict[tuple[int, tuple[_Key, ...]], tf.Variable] = {}
         self._seconds: Any = None
 
-    def add(self, entries: Sequence[TensorTraffic]) -> None:
-        """Adds the entries of one step, in the graph."""
+    def add(self, entries: Sequence[TensorTraffic], replica: int = 0) -> None:
+        """Adds the entries of one step, in the graph.
+
+        Args:
+            entries: The entries.
+            replica: Number of the local replica that counts: branches of one do not wait for those
+                of another.
+        """
         if not entries:
             return
-        keys = tuple((entry.path, entry.direction, entry.compressor) for entry in entries)
+        keys = replica, tuple((each.path, each.direction, each.compressor) for each in entries)
         with ops.device(self._device):
             numbers = [
                 [
@@ -74,12 +80,17 @@ class TrafficVariables:
 
         Each point is reached when all of its tensors are computed.
         """
+        reached = []
+        for tensors in (before, after):
+            # One message from a GPU to the host, instead of one for each tensor.
+            with tf.control_dependencies(tensors):
+                reached.append(tf.no_op())
         with ops.device(self._device):
             if self._seconds is None:
                 self._seconds = self._zeros([], tf.float64)
-            with tf.control_dependencies(before):
+            with tf.control_dependencies(reached[:1]):
                 begin = tf.timestamp()
-            with tf.control_dependencies([begin, *after]):
+            with tf.control_dependencies([begin, *reached[1:]]):
                 end = tf.timestamp()
             self._seconds.assign_add(tf.maximum(end - begin, 0.0), read_value=False)
             recorder = trace.current()
@@ -97,7 +108,7 @@ class TrafficVariables:
         """List of `Traffic`."""
         sums: dict[_Key, tuple[int, ...]] = {}
         # Another thread may be tracing a step.
-        for keys, variable in list(self._totals.items()):
+        for (_, keys), variable in list(self._totals.items()):
             for key, numbers in zip(keys, variable.numpy().tolist()):
                 so_far = sums.get(key, (0, 0, 0, 0))
                 sums[key] = tuple(a + b for a, b in zip(so_far, numbers))

@@ -26,7 +26,7 @@ from keras_psplus.core.base.thread_flag import ThreadFlag
 from keras_psplus.core.graph import xla_operations
 from keras_psplus.core.graph.compiled_function import CompiledFunction, why_not_given
 from keras_psplus.core.graph.model_segments import Segment, split
-from keras_psplus.engine import Call
+from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
 
@@ -92,7 +92,7 @@ class CompiledCalls:
         return bool(self._is_inside)
 
     @contextlib.contextmanager
-    def of_this_thread(self, engine: Any) -> Iterator[None]:
+    def of_this_thread(self, engine: Engine) -> Iterator[None]:
         """Context in which this thread traces a step of a strategy's engine."""
         outer, _local.current = current(), (engine, self)
         try:

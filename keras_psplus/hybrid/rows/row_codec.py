@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.arguments import shown
 from keras_psplus.compression import wire
+from keras_psplus.core.batch.traffic import TensorTraffic
 
 # gRPC refuses messages of more than 4 MiB, and TensorFlow's RPC operations cannot be told
 # otherwise. What is not rows takes little.
@@ -43,6 +44,26 @@ class RowCodec:
     def rows_per_message(self) -> int:
         """Rows per message, each with its number or key."""
         return MESSAGE_BYTES // (4 * self.width + self._id_bytes)
+
+    def traffic(
+        self, path: str, direction: str, ids: tf.Tensor, good: int | tf.Tensor = 0
+    ) -> TensorTraffic:
+        """Bytes of a table's rows, each of which travels with its number.
+
+        Args:
+            path: Name of the table.
+            direction: As of `Traffic`.
+            ids: Numbers or keys of the rows.
+            good: Further numbers that travel, of rows whose copies are good.
+        """
+        compressor, count = self._compressor, tf.size(ids, tf.int64)
+        name = None if compressor is None else repr(compressor)
+        with tf.device("CPU:0"):
+            logical, sent, wire_bytes = (
+                count * (4 * words) for words in (self._dim, self.width, self.width + 1)
+            )
+            wire_bytes += 4 * good
+        return TensorTraffic(path, name, logical, sent, wire_bytes, direction=direction)
 
     def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.hybrid.rpc.servers import Servers
@@ -42,7 +41,7 @@ class Tables:
         row_caches: RowCaches,
     ) -> None:
         self._servers, self._control, self._is_chief = servers, control, is_chief
-        self.compressors, self._rows_ahead = (pull_compressor, push_compressor), rows_ahead
+        self._compressors, self._rows_ahead = (pull_compressor, push_compressor), rows_ahead
         self._row_caches = row_caches
         self.all: list[Table] = []
 
@@ -71,7 +70,7 @@ class Tables:
         if self._is_chief:
             self._servers.make("table", spec={**spec, "initializer": initializer})
         self._agree("table", f"{spec}", f"{name} {shape}")
-        table = Table(self._servers, key, name, shape, *self.compressors)
+        table = Table(self._servers, key, name, shape, *self._compressors)
         table.cache = cache
         self.all.append(table)
         return table
@@ -92,7 +91,7 @@ class Tables:
         # Without a seed, initializers differ; the chief's counts.
         own = {what: value for what, value in spec.items() if what != "initializer"}
         self._agree("table", f"{own}", spec["name"])
-        table = make(self._servers, spec, *self.compressors)
+        table = make(self._servers, spec, *self._compressors)
         table.cache = spec.get("cache")
         self.all.append(table)
         return table
@@ -147,33 +146,6 @@ class Tables:
     def _forget(self, table: Table) -> None:
         self._rows_ahead.forget()
         self._row_caches.forget(table)
-
-    def traffic(self, counted: Callable[[Table, str], int]) -> list[Traffic]:
-        """List of `Traffic` of the tables.
-
-        Args:
-            counted: Function of a table and `"pulled"` or `"pushed"` that counts rows.
-        """
-        entries = []
-        for table in self.all:
-            for direction, what, codec, compressor in (
-                ("pull", "pulled", table.pull_codec, self.compressors[0]),
-                ("gradient", "pushed", table.push_codec, self.compressors[1]),
-            ):
-                rows = counted(table, what)
-                # Ids of rows whose copies were good.
-                asked = counted(table, "asked") if what == "pulled" else 0
-                entries.append(
-                    Traffic(
-                        table.name,
-                        direction,
-                        None if compressor is None else repr(compressor),
-                        4 * rows * table.dim,
-                        4 * rows * codec.width,
-                        4 * rows * (codec.width + 1) + 4 * asked,
-                    )
-                )
-        return entries
 
     def _agree(self, kind: str, fingerprint: str, description: str) -> None:
         if self._control is not None:

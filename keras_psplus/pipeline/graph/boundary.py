@@ -62,7 +62,7 @@ def call(
     with record.stop_recording(), ops.device(device):
         outside = [_masked_as(tensor, tf.identity(tensor)) for tensor in inside]
     forward.ends_with(outside, outside[: len(inside) - len(losses)])
-    repeated = None if replay is None else replay.note_outputs(inside, outside)
+    repeated = None if replay is None else replay.note_outputs(outside)
     variables = tape.watched_variables()
     sources = [*inputs, *variables]
 

@@ -97,12 +97,11 @@ class StageReplay:
         self._last = call if repeats else None
         return outputs
 
-    def note_outputs(self, inside: list[tf.Tensor], outside: list[tf.Tensor]) -> Any:
+    def note_outputs(self, outside: list[tf.Tensor]) -> Any:
         """Notes the outputs of the last call.
 
         Args:
-            inside: Those that have gradients.
-            outside: What other layers are given in their place.
+            outside: What other layers are given in the place of those that have gradients.
 
         Returns:
             What `again` is to be given; None if the call cannot be repeated.

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import ReplicaStep
+from keras_psplus.engine import Engine
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, models, stateless_scope, tree
 from keras_psplus.pipeline.graph import layer_call
 from keras_psplus.pipeline.split import activations, flops
@@ -65,7 +66,7 @@ class Recorder(ReplicaStep):
 
     has_batch_fraction = False
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._inside = False
         self.calls: list[Any] = []
@@ -118,12 +119,12 @@ class ModelCosts(NamedTuple):
 
 
 def of_layers(
-    engine: Any, model: keras.Model, spec: Any, step: Callable[[Any], Any] | None = None
+    engine: Engine, model: keras.Model, spec: Any, step: Callable[[Any], Any] | None = None
 ) -> ModelCosts:
     """Costs of a model's layers.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
         model: Keras model; what is not built yet is built.
         spec: Structure of what the model is called with: something with a shape and a dtype.
         step: A step of the model's own, called in its place with a batch that `spec` describes.

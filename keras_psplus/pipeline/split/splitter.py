@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.plan import plan_request
+from keras_psplus.engine import Engine
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
 from keras_psplus.log import logger
 from keras_psplus.pipeline.base import rows, schedule
@@ -63,7 +64,7 @@ class Splitter:
 
     def split(
         self,
-        engine: Any,
+        engine: Engine,
         model: keras.Model,
         batch_spec: Any,
         trains: bool,
@@ -72,7 +73,7 @@ class Splitter:
         """Puts a model's layers and variables on stages, once.
 
         Args:
-            engine: `PipelineEngine`.
+            engine: The strategy's engine.
             model: Keras model.
             batch_spec: Structure of a batch: something with shapes and dtypes.
             trains: Whether it is to be trained, for which no stage may be without layers.

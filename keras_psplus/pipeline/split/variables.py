@@ -28,7 +28,7 @@ class Variables:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, stages: Stages, copies: Copies) -> None:
-        self._strategy: Any = weakref.ref(strategy)
+        self._strategy: Callable[[], tf.distribute.Strategy] = weakref.ref(strategy)
         self._stages, self._copies = stages, copies
         self._bytes = [0] * len(stages.devices)
         # By ids, as Keras's variables have no hash: variables with their stages, and slots with the

@@ -19,7 +19,7 @@ import collections
 import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -33,6 +33,10 @@ from keras_psplus.pipeline.step.feed import Feed, is_ahead
 from keras_psplus.pipeline.step.step_function import Functions
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 from keras_psplus.pipeline.step.weight_versions import WeightVersions
+
+if TYPE_CHECKING:
+    from keras_psplus.core.distributed_engine import DistributedEngine
+    from keras_psplus.pipeline.context import PipelineContext
 
 # Batches that are under way at the same time.
 _DEPTH = 2
@@ -52,12 +56,13 @@ class _Gradients(Functions):
 
     def __init__(
         self,
-        engine: Any,
+        engine: DistributedEngine,
+        context: PipelineContext,
         function: Callable[..., Any],
         order: Callable[..., Any] | None,
         compiles: keras.Model,
     ) -> None:
-        super().__init__(engine, function, order, compiles=compiles)
+        super().__init__(engine, context, function, order, compiles=compiles)
         self.update: Update | None = None
         self.tokens = call_order.Tokens()
 
@@ -91,16 +96,24 @@ class PipeDreamFunction:
     """Train function of `fit`, which starts a step and finishes the one before the last.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
+        context: `PipelineContext` of the strategy.
         model: Keras model.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 
-    def __init__(self, engine: Any, model: keras.Model, divides: bool) -> None:
-        self._engine, self._model, self._progress = engine, model, engine.strategy.progress
+    def __init__(
+        self,
+        engine: DistributedEngine,
+        context: PipelineContext,
+        model: keras.Model,
+        divides: bool,
+    ) -> None:
+        self._engine, self._context = engine, context
+        self._model, self._progress = model, engine.strategy.progress
         function = train_step.step_of(model) if divides else model.train_step
         order = schedule.one_f_one_b if divides else None
-        self._gradients = _Gradients(engine, function, order, model)
+        self._gradients = _Gradients(engine, context, function, order, model)
         self._feed = Feed(self._gradients.send)
         self._versions: WeightVersions | None = None
         self._apply: list[Callable[..., Any]] = []
@@ -137,7 +150,7 @@ class PipeDreamFunction:
                 self._end_oldest()
         finally:
             self._progress.end()
-        self._engine.under_way = None
+        self._context.under_way = None
         if self._begun:
             self._begun = 0
             self._gradients.tokens.reset()
@@ -161,8 +174,8 @@ class PipeDreamFunction:
         if turn == 0:
             # The script may have changed weights.
             self._take_versions()
-            self._engine.note_written()
-            self._engine.finish_writes()
+            self._context.note_written()
+            self._context.finish_writes()
         replaced = self._gradients.tokens.handles(turn)
         if self._versions is not None:
             replaced.update(self._versions.handles(turn))
@@ -174,7 +187,7 @@ class PipeDreamFunction:
             functools.partial(function._call_flat, tensors, captured), "pipeline step"
         )
         self._under_way.append((turn, call))
-        self._engine.under_way = self
+        self._context.under_way = self
         self._begun += 1
         if turn == 0:
             # There are no logs yet, and Keras wants some.
@@ -194,7 +207,7 @@ class PipeDreamFunction:
             self._gradients.tokens.reset()
             concurrent.futures.wait([one for _, one in self._under_way], _SECONDS_TO_END)
             self._under_way.clear()
-            self._begun, self._engine.under_way = 0, None
+            self._begun, self._context.under_way = 0, None
             raise
 
     def _take_versions(self) -> None:
@@ -221,10 +234,10 @@ class PipeDreamFunction:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         grads = [_on(v._value.device, one) for v, one in zip(update.variables, grads)]
-        with PipelineStep(self._engine, 1):
+        with PipelineStep(self._engine, self._context, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
-        devices.place(graph, before, self._engine.context.stages)
+        devices.place(graph, before, self._context.stages)
 
 
 def _on(device: str, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,10 @@ from keras_psplus.pipeline.step.feed import Feed, as_tensors
 from keras_psplus.pipeline.step.traced_step import PipelineStep
 from keras_psplus.pipeline.wire import crossings
 from keras_psplus.pipeline.wire.gradient_compression import GradientCompression
+
+if TYPE_CHECKING:
+    from keras_psplus.core.distributed_engine import DistributedEngine
+    from keras_psplus.pipeline.context import PipelineContext
 
 
 class _GivenBatch(NamedTuple):
@@ -41,7 +45,8 @@ class Functions:
     the other dimensions may differ from batch to batch.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
+        context: `PipelineContext` of the strategy.
         function: Function of a batch.
         order: The order of the stages' actions, as for `PipelineStep`.
         trains: The Keras model that it trains, if it does.
@@ -53,15 +58,16 @@ class Functions:
 
     def __init__(
         self,
-        engine: Any,
+        engine: DistributedEngine,
+        context: PipelineContext,
         function: Callable[..., Any],
         order: Callable[..., Any] | None = None,
         trains: keras.Model | None = None,
         compiles: keras.Model | None = None,
     ) -> None:
         self._compiles = trains if compiles is None else compiles
-        self._engine, self._function, self._order = engine, function, order
-        self._trains = trains
+        self._engine, self._context = engine, context
+        self._function, self._order, self._trains = function, order, trains
         self._counts = self._counts or trains is not None
         self._traced: dict[Any, Callable[..., Any]] = {}
         # Devices on which the parts of a batch are used, None for the chief's.
@@ -89,9 +95,9 @@ class Functions:
         """
         given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
-        self._engine.finish_writes()
+        self._context.finish_writes()
         # Reads what was written.
-        self._engine.context.copies.refresh_stale()
+        self._context.copies.refresh_stale()
         while True:
             if key not in self._traced:
                 run = functools.partial(self._run, key=key, like=given.like)
@@ -124,7 +130,7 @@ class Functions:
         return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
 
     def _run(self, batch: Any, key: tuple[int | None, bool], like: Any) -> Any:
-        strategy, context = self._engine.strategy, self._engine.context
+        strategy, context = self._engine.strategy, self._context
         graph, given = tf.compat.v1.get_default_graph(), batch
         before = len(graph.get_operations())
         rows, count = None if key[1] else key[0], strategy.microbatches
@@ -133,7 +139,7 @@ class Functions:
         trains, compression = self._trains is not None, None
         if trains and strategy.compression is not None:
             compression = GradientCompression(strategy.compression, context.residuals, self._trains)
-        with PipelineStep(self._engine, count, rows, self._order, trains) as step:
+        with PipelineStep(self._engine, context, count, rows, self._order, trains) as step:
             if like is not None:
                 assert key[0] is not None
                 parts = batch_parts.CutBatch(key[0], batch)
@@ -175,20 +181,28 @@ class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
+        context: `PipelineContext` of the strategy.
         model: Keras model.
         step_function: Its `train_step` or `test_step`.
+        divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 
-    def __init__(self, engine: Any, model: keras.Model, step_function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        engine: DistributedEngine,
+        context: PipelineContext,
+        model: keras.Model,
+        step_function: Callable[..., Any],
+        divides: bool,
+    ) -> None:
         self._model, self._progress = model, engine.strategy.progress
         self._is_training = step_function == model.train_step
         trains = model if self._is_training else None
-        self._functions = Functions(engine, step_function, None, trains, model)
-        if self._is_training and engine.divides_train_step(model):
-            self._functions = Functions(
-                engine, train_step.step_of(model), schedule.one_f_one_b, trains
-            )
+        self._functions = Functions(engine, context, step_function, None, trains, model)
+        if divides:
+            own, order = train_step.step_of(model), schedule.one_f_one_b
+            self._functions = Functions(engine, context, own, order, trains)
         self._feed = Feed(self._functions.send)
         self._doing = "training step" if self._is_training else "evaluation step"
 
@@ -212,18 +226,21 @@ class PredictFunction:
     """Predict function, called with the batches of some steps.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
+        context: `PipelineContext` of the strategy.
         model: Keras model.
     """
 
-    def __init__(self, engine: Any, model: keras.Model) -> None:
-        self._engine, self._model = engine, model
-        self._functions = Functions(engine, model.predict_step, compiles=model)
+    def __init__(
+        self, engine: DistributedEngine, context: PipelineContext, model: keras.Model
+    ) -> None:
+        self._engine, self._model, self._splitter = engine, model, context.splitter
+        self._functions = Functions(engine, context, model.predict_step, compiles=model)
         self._progress = engine.strategy.progress
 
     def __call__(self, batches: list[Any]) -> Any:
         batches = [as_tensors(batch) for batch in batches]
-        self._engine.context.splitter.split(self._engine, self._model, batches[0], trains=False)
+        self._splitter.split(self._engine, self._model, batches[0], trains=False)
         self._progress.begin("prediction step")
         try:
             results = [self._functions(batch, shows_rows=True) for batch in batches]

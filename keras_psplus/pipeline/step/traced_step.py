@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,10 @@ from keras_psplus.pipeline.replicas.copies import Copied
 from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
 from keras_psplus.pipeline.step import compiled_stages
 from keras_psplus.pipeline.step.turns import Microbatch, StageAction
+
+if TYPE_CHECKING:
+    from keras_psplus.core.distributed_engine import DistributedEngine
+    from keras_psplus.pipeline.context import PipelineContext
 
 
 @dataclasses.dataclass
@@ -49,7 +53,8 @@ class PipelineStep(ReplicaStep):
     stage's device. What is between layers is left to `devices.place`.
 
     Args:
-        engine: `PipelineEngine`.
+        engine: The strategy's engine.
+        context: `PipelineContext` of the strategy.
         count: Number of micro-batches.
         rows: Rows of the batch, where tensors do not tell; None if they do.
         order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
@@ -59,17 +64,17 @@ class PipelineStep(ReplicaStep):
     Attributes:
         rows: As the argument.
         activations: What layers have returned, and gradients by what they were called with.
-        updates: List of what the train step asks of optimizers, for later; None if it is done at
-            once.
+        updates: What the train step asks of optimizers, for later; None if it is done at once.
         traced: For each worker, what it does for which micro-batch, in the order of the trace.
-        over_pipelines: Sums gradients over pipelines: a `pipeline_sums.PipelineSums`.
+        over_pipelines: `PipelineSums`, which sums gradients over pipelines.
     """
 
     can_sum = True
 
     def __init__(
         self,
-        engine: Any,
+        engine: DistributedEngine,
+        context: PipelineContext,
         count: int,
         rows: int | None = None,
         order: Callable[[int, int], list[schedule.Actions]] | None = None,
@@ -77,11 +82,10 @@ class PipelineStep(ReplicaStep):
     ) -> None:
         super().__init__(engine)
         self._count, self._order, self.rows = count, order, rows
-        self._stages = engine.context.stages
-        self.over_pipelines = PipelineSums(engine.context.copies, trains)
+        self._stages, devices = context.stages, context.stages.all_devices
+        self.over_pipelines = PipelineSums(context.copies, trains)
         self._part: Microbatch | None = None
-        self._is_on_stage = False
-        self._recompute = trains and engine.strategy.recompute
+        self._is_on_stage, self._recompute = False, trains and engine.strategy.recompute
         # By stage and micro-batch, and that of the layer that is called just now.
         self._replays: dict[tuple[int, int], StageReplay] = {}
         self._replay: StageReplay | None = None
@@ -90,12 +94,10 @@ class PipelineStep(ReplicaStep):
         self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}
         self.activations: list[tf.Tensor] = []
         self.updates: list[Update] | None = None
-        self.traced: list[schedule.Actions] = [[] for _ in self._stages.all_devices]
+        self.traced: list[schedule.Actions] = [[] for _ in devices]
         # The last tensors of each action, and what it has to wait for, by worker.
-        self._done: list[dict[tuple[str, int], list[tf.Tensor]]]
-        self._done = [{} for _ in self._stages.all_devices]
-        self._before: list[dict[tuple[str, int], list[tuple[str, int]]]]
-        self._before = [{} for _ in self._stages.all_devices]
+        self._done: list[dict[tuple[str, int], list[tf.Tensor]]] = [{} for _ in devices]
+        self._before: list[dict[tuple[str, int], list[tuple[str, int]]]] = [{} for _ in devices]
         # By worker and micro-batch; those of a branch or a loop are left out.
         self._backward: dict[tuple[int, int], BackwardOperations]
         self._backward = collections.defaultdict(BackwardOperations)
