@@ -30,9 +30,6 @@ class PartOfWeight(ShareVariable):
         variable: The Keras variable whose value this is.
     """
 
-    # Begins the error of an eager step that reads it.
-    _COMPUTES: str
-
     def __init__(self, store: ShareStore, place: Place, variable: keras.Variable) -> None:
         dtype = tf.as_dtype(variable._dtype)
         self.path = variable.path
@@ -52,16 +49,16 @@ class PartOfWeight(ShareVariable):
             return self.part.value()
         if tf.executing_eagerly():
             if current_step() is not None:
-                raise RuntimeError(
-                    f"{self._COMPUTES} in a `tf.function` alone: eager replicas cannot gather "
-                    "them. Call `strategy.run` in a `tf.function`. "
-                    f"Received: an eager step that reads '{self.path}'"
-                )
+                raise self._error_of_eager_read()
             return super().value()
         if global_state.get_global_attribute("symbolic_scope") is not None:
             # Keras asks for shapes: nothing is computed.
             return tf.zeros(self._whole_shape, self.dtype)
         return self._value_in_step()
+
+    def _error_of_eager_read(self) -> RuntimeError:
+        """The error of an eager step that reads it."""
+        raise NotImplementedError
 
     def _value_in_step(self) -> tf.Tensor:
         """The whole of it, in the graph of a step."""
@@ -78,8 +75,6 @@ class WeightShare(PartOfWeight):
         variable: The Keras variable whose value this is.
     """
 
-    _COMPUTES = 'With `shard="all"`, a replica computes with weights'
-
     def __init__(
         self,
         store: ShareStore,
@@ -89,6 +84,13 @@ class WeightShare(PartOfWeight):
     ) -> None:
         self._read, self._note_write = read, note_write
         super().__init__(store, Place.of_parts(tuple(variable._shape), store.workers), variable)
+
+    def _error_of_eager_read(self) -> RuntimeError:
+        return RuntimeError(
+            'With `shard="all"`, a replica computes with weights in a `tf.function` alone: '
+            "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
+            f"Received: an eager step that reads '{self.path}'"
+        )
 
     def _value_in_step(self) -> tf.Tensor:
         resource_variable_ops.variable_accessed(self)

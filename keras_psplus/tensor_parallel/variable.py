@@ -28,8 +28,6 @@ class CutWeight(PartOfWeight):
         axis: The axis.
     """
 
-    _COMPUTES = "ModelParallelStrategy computes with cut weights"
-
     def __init__(
         self,
         store: ShareStore,
@@ -55,6 +53,13 @@ class CutWeight(PartOfWeight):
         """Rows of this worker's part, whose gradient is of these rows."""
         resource_variable_ops.variable_accessed(self)
         return self.part.sparse_read(indices)
+
+    def _error_of_eager_read(self) -> RuntimeError:
+        return RuntimeError(
+            "ModelParallelStrategy computes with cut weights in a `tf.function` alone: "
+            "eager replicas cannot gather them. Call `strategy.run` in a `tf.function`. "
+            f"Received: an eager step that reads '{self.path}'"
+        )
 
     def _value_in_step(self) -> tf.Tensor:
         return self._read(self)
