@@ -8,6 +8,7 @@ LINES = 72_700
 # Files that are still longer than others may be, with what they have.
 FILES = {
     "keras_psplus/parameter_server/strategy.py": 354,
+    "keras_psplus/all_reduce/reduction/compressed.py": 377,
 }
 # Circles of imports for types alone: how many modules each has, the largest first.
 CIRCLES = [4, 2, 2]

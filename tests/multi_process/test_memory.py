@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.cluster.test_memory import PAGES
+from tests.cluster.test_memory import PAGE
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ def test_strategies_keep_it_where_they_compute(strategy, ps, chief):
         "from tests.cluster.test_memory import faults_of_a_block\n"
         "leave = os._exit\n"
         "def say(code=0):\n"
-        "    print('faults', faults_of_a_block(), flush=True)\n"
+        "    print('faults', faults_of_a_block(40), flush=True)\n"
         "    leave(code)\n"
         "os._exit = say\n"
         f"strategy = psp.{strategy}()\n"
-        "print('faults', faults_of_a_block(), flush=True)\n"
+        "print('faults', faults_of_a_block(40), flush=True)\n"
     )
     result = run_in_processes(code, workers=2, ps=ps, chief=chief, timeout=560)
     assert len(result.logs) >= 2 + ps + chief
     for name, log in result.logs.items():
         said = [line.split()[-1] for line in log.splitlines() if "faults" in line]
-        assert said and int(said[0]) < PAGES // 100, (name, log[-3000:])
+        assert said and int(said[0]) < (40 << 20) // PAGE // 100, (name, log[-3000:])

@@ -18,19 +18,17 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
 from keras_psplus.all_reduce.reduction import factor_sums, routes, row_routes
-from keras_psplus.all_reduce.reduction.compressors import (
-    bucket_weight,
-    check_compressor,
-    product_of,
-    route_of,
-)
+from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
+from keras_psplus.compression.factors.outer_products import OuterProduct
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
+# Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
+_STRONG_COMPRESSION = 8
 
 
 class CompressedSum:
@@ -81,7 +79,7 @@ class CompressedSum:
         self.traffic_variables.add(entries)
         if self._timed:
             pairs = zip(variables, grads)
-            products = [product_of(self.compressor_of(v, g), g) or g for v, g in pairs]
+            products = [_product(self.compressor_of(v, g), g) or g for v, g in pairs]
             self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
         return summed
 
@@ -103,13 +101,13 @@ class CompressedSum:
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
         sent: list[tf.Tensor] = []
-        averages = any(route_of(compressors[i], grads[i]) == ("mean",) for i in dense)
+        averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
         most_rows = self._most_rows([(numbers[i], compressors[i], grads[i]) for i in dense])
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: route_of(compressors[i], grads[i], averages),
-            lambda i: bucket_weight(compressors[i], grads[i]),
+            lambda i: _route(compressors[i], grads[i], averages),
+            lambda i: _weight(compressors[i], grads[i]),
             self._bucket_bytes,
         ):
             sequences: tuple[Sequence[Any], ...] = grads, compressors, paths, numbers
@@ -135,7 +133,7 @@ class CompressedSum:
         if chosen is not None:
             # It may be one that `for_variable` has made just now.
             check_compressor(chosen)
-            if chosen.gathers_factors and not product_of(chosen, gradient):
+            if chosen.gathers_factors and not _product(chosen, gradient):
                 return chosen.inner
         return chosen
 
@@ -165,7 +163,7 @@ class CompressedSum:
         means, states = routes.mean(launcher, replicas, users, estimates, states, step)
         for i, (name, state) in enumerate(zip(names, states)):
             written = self.states.write(name, state)
-            if product_of(users[i], estimates[i]) is None:
+            if _product(users[i], estimates[i]) is None:
                 # What made the state has read the mean by then, and the optimizer, now the last to
                 # do so, can work in the mean's memory: with PowerSGD, 4 % of a perceptron's step.
                 means[i] = gradients.after(written, means[i])
@@ -240,7 +238,7 @@ class CompressedSum:
 
     def _most_rows(self, grads: list[tuple[int, Any, tf.Tensor]]) -> dict[int, tf.Tensor]:
         """`factor_sums.most_rows` of gradients that travel as factors, by numbers of variables."""
-        known = ((n, product_of(c, g)) for n, c, g in grads if route_of(c, g)[0] == "factors")
+        known = ((n, _product(c, g)) for n, c, g in grads if _route(c, g)[0] == "factors")
         products = {number: product for number, product in known if product is not None}
         if not products:
             return {}
@@ -250,7 +248,7 @@ class CompressedSum:
         self, bucket: routes.Bucket, step: tf.Tensor, most_rows: dict[int, tf.Tensor]
     ) -> _Sums:
         (tensor,), (compressor,), (path,), (number,) = bucket
-        product = product_of(compressor, tensor)
+        product = _product(compressor, tensor)
         assert product is not None
 
         def whole_sum(matrix: tf.Tensor) -> tf.Tensor:
@@ -333,3 +331,47 @@ def _int64(number: int) -> tf.Tensor:
 
 def _leaves(tensors: Iterable[Any]) -> list[Any]:
     return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
+
+
+def _route(
+    compressor: Compressor | None, gradient: tf.Tensor, averages: bool = False
+) -> tuple[Any, ...]:
+    """The method that sums such a gradient; those with the same key share buckets."""
+    dtype = gradient.dtype
+    if not gradient.shape.num_elements():
+        # There are no collectives of nothing.
+        return ("own",)
+    if compressor is None:
+        # With others that are added up on their way it costs no message of its own.
+        return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
+    if not compressor.communicates:
+        return ("own",)
+    if compressor.gathers_factors:
+        # Factors are short, and those of one layer long before those of the next.
+        return "factors", id(gradient)
+    if compressor.reducible:
+        return ("total" if compressor.is_linear else "mean",)
+    if compressor.supports_reduce_scatter:
+        feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
+        inner = feedback.inner if feedback else compressor
+        options = (feedback.momentum, feedback.factor_masking) if feedback else ()
+        return ("split", id(inner), options)
+    return ("gather",)
+
+
+def _weight(compressor: Compressor | None, gradient: tf.Tensor) -> int:
+    """Weight of a gradient in a bucket, in bytes."""
+    whole = gradient.shape.num_elements() * gradient.dtype.size
+    if compressor is None or not whole:
+        return whole
+    sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
+    return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
+
+
+def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:
+    """The `OuterProduct` of a gradient that need not be materialized, or None."""
+    if compressor is None or not compressor.accepts_factored or compressor.start_step:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return None
+    return compressor.factored(gradient)

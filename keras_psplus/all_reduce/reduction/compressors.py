@@ -1,17 +1,11 @@
-"""Compressors that gradients can be all-reduced with, and the route that each takes."""
+"""Compressors that gradients can be all-reduced with."""
 
 from typing import Any
 
-import tensorflow as tf
-
 from keras_psplus import compression
-from keras_psplus.compression import Compressor, methods
-from keras_psplus.compression.factors.outer_products import OuterProduct
-from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.compression import methods
 
 _METHODS = ("encode", "decode", "wire_bytes", "exchange")
-# Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
-_STRONG_COMPRESSION = 8
 
 
 def compressor_of(identifier: Any) -> compression.Compressor | None:
@@ -78,47 +72,3 @@ def check_compressor(compressor: compression.Compressor) -> None:
             "and not `is_linear`, `exchange` and `wire_bytes`. "
             f"Received: compression={compressor!r}, without `{method}`"
         )
-
-
-def route_of(
-    compressor: Compressor | None, gradient: tf.Tensor, averages: bool = False
-) -> tuple[Any, ...]:
-    """The method that sums such a gradient; those with the same key share buckets."""
-    dtype = gradient.dtype
-    if not gradient.shape.num_elements():
-        # There are no collectives of nothing.
-        return ("own",)
-    if compressor is None:
-        # With others that are added up on their way it costs no message of its own.
-        return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
-    if not compressor.communicates:
-        return ("own",)
-    if compressor.gathers_factors:
-        # Factors are short, and those of one layer long before those of the next.
-        return "factors", id(gradient)
-    if compressor.reducible:
-        return ("total" if compressor.is_linear else "mean",)
-    if compressor.supports_reduce_scatter:
-        feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
-        inner = feedback.inner if feedback else compressor
-        options = (feedback.momentum, feedback.factor_masking) if feedback else ()
-        return ("split", id(inner), options)
-    return ("gather",)
-
-
-def bucket_weight(compressor: Compressor | None, gradient: tf.Tensor) -> int:
-    """Weight of a gradient in a bucket, in bytes."""
-    whole = gradient.shape.num_elements() * gradient.dtype.size
-    if compressor is None or not whole:
-        return whole
-    sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
-    return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
-
-
-def product_of(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:
-    """The `OuterProduct` of a gradient that need not be materialized, or None."""
-    if compressor is None or not compressor.accepts_factored or compressor.start_step:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return None
-    return compressor.factored(gradient)
