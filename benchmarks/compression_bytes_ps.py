@@ -13,14 +13,10 @@ Otherwise nothing else on the machine may use the loopback meanwhile.
 """
 
 import argparse
-import json
 import os
-import pathlib
-import subprocess
-import sys
-import tempfile
 
-INTERFACES = pathlib.Path("/proc/net/dev")  # those of one's own namespace
+from lab import counted_job
+
 PUSHES = ("none", "bf16", "fp16", "int8", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
 PULLS = ("bf16", "int8")
 SETTINGS = [(push, "none") for push in PUSHES] + [("none", pull) for pull in PULLS]
@@ -30,13 +26,6 @@ BATCH, STEPS = 8, 8
 
 def name_of(push, pull):
     return f"{push}-{pull}".replace(":", "_")
-
-
-def loopback_bytes():
-    (line,) = [
-        line for line in INTERFACES.read_text().splitlines() if line.strip().startswith("lo:")
-    ]
-    return int(line.split()[9])
 
 
 def measure():
@@ -75,30 +64,13 @@ def measure():
         def train(model=model):
             model.fit(x, y, batch_size=BATCH, verbose=0)
             counted = strategy.communication.wire_bytes
-            return np.array([loopback_bytes(), counted])
+            return np.array([counted_job.loopback_bytes(), counted])
 
         train()
         before = train()
         measured, counted = (train() - before) / STEPS
         results.append({"push": push, "pull": pull, "measured": measured, "counted": counted})
-    print("result: " + json.dumps(results), flush=True)
-
-
-def launch(workers, ps, timeout):
-    from keras_psplus.cluster.processes import LocalCluster
-
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = LocalCluster(
-            [sys.executable, __file__], workers, ps, chief=True, env=environment, log_dir=folder
-        )
-        with cluster:
-            end = cluster.wait(timeout)
-        if end.exit_code != 0:
-            raise RuntimeError(f"{end.tails()}\nReceived: exit code {end.exit_code}")
-        lines = end.logs["chief-0"].splitlines()
-    (line,) = [line for line in lines if line.startswith("result: ")]
-    return json.loads(line.removeprefix("result: "))
+    counted_job.print_result(results)
 
 
 def table(by_ps):
@@ -124,16 +96,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ps", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for each cluster")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    counted_job.add_flags(parser, timeout=600)
     args = parser.parse_args()
-    if os.getuid() == 0 and not args.inside:
-        command = ["unshare", "--net", sys.executable, *sys.argv, "--inside"]
-        sys.exit(subprocess.run(command).returncode)
-    if args.inside:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    counted_job.move_into_own_network(args)
     for workers in args.workers:
-        by_ps = {ps: launch(workers, ps, args.timeout) for ps in args.ps}
+        by_ps = {
+            ps: counted_job.launch(__file__, workers, ps, args.timeout, chief=True)
+            for ps in args.ps
+        }
         print(f"Megabytes of a step, {workers} workers\n\n{table(by_ps)}\n")
 
 

@@ -13,20 +13,11 @@ As root, everything runs in a network namespace of its own, so that nobody else'
 import argparse
 import json
 import os
-import pathlib
-import subprocess
-import sys
-import tempfile
 
-INTERFACES = pathlib.Path("/proc/net/dev")  # those of one's own namespace
+from lab import counted_job
+
 ROWS, DIM, IDS, BATCH, CLASSES, EXPONENT = 200_000, 32, 26, 256, 10, 1.1
 TESTED = 20_000
-
-
-def loopback_bytes():
-    lines = INTERFACES.read_text().splitlines()
-    (line,) = [line for line in lines if line.strip().startswith("lo:")]
-    return int(line.split()[9])
 
 
 def batches(size, count, seed):
@@ -62,9 +53,9 @@ def measure(rows, staleness, optimizer, steps):
         model.compile(keras.optimizers.get(json.loads(optimizer)), loss, metrics=["accuracy"])
     size = BATCH * strategy.num_workers
     data = tf.data.Dataset.from_tensor_slices(batches(size, steps, 2)).batch(size)
-    before = loopback_bytes()
+    before = counted_job.loopback_bytes()
     model.fit(data, verbose=0)
-    sent = (loopback_bytes() - before) / steps
+    sent = (counted_job.loopback_bytes() - before) / steps
     counted = {
         t.direction: t.wire_bytes / steps
         for t in strategy.communication.traffic()
@@ -74,25 +65,7 @@ def measure(rows, staleness, optimizer, steps):
     accuracy = model.evaluate(tested, verbose=0)[1]
     result = {"accuracy": accuracy, "sent": sent, **counted}
     if strategy.is_chief:
-        print("result: " + json.dumps(result), flush=True)
-
-
-def launch(workers, ps, timeout, setting):
-    from keras_psplus.cluster.processes import LocalCluster
-
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    environment["SETTING"] = json.dumps(setting)
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = LocalCluster(
-            [sys.executable, __file__], workers, ps, env=environment, log_dir=folder
-        )
-        with cluster:
-            end = cluster.wait(timeout)
-        if end.exit_code != 0:
-            raise RuntimeError(f"{end.tails()}\nReceived: exit code {end.exit_code}")
-        lines = end.logs["worker-0"].splitlines()
-    (line,) = [line for line in lines if line.startswith("result: ")]
-    return json.loads(line.removeprefix("result: "))
+        counted_job.print_result(result)
 
 
 def main():
@@ -107,20 +80,17 @@ def main():
         default='{"class_name": "SGD", "config": {"learning_rate": 0.5}}',
         help="a Keras optimizer's configuration",
     )
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for each job")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    counted_job.add_flags(parser, timeout=900)
     args = parser.parse_args()
-    if os.getuid() == 0 and not args.inside:
-        command = ["unshare", "--net", sys.executable, *sys.argv, "--inside"]
-        sys.exit(subprocess.run(command).returncode)
-    if args.inside:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    counted_job.move_into_own_network(args)
     print("| `cache=` | rows read, KB a step | gradients of rows | of no cache | loopback | test |")
     print("|---|---|---|---|---|---|")
     whole = None
     for rows, staleness in [(0, 0), *((args.rows, s) for s in args.staleness)]:
         setting = rows, staleness, args.optimizer, args.steps
-        found = launch(args.workers, args.ps, args.timeout, setting)
+        found = counted_job.launch(
+            __file__, args.workers, args.ps, args.timeout, SETTING=json.dumps(setting)
+        )
         both = found["pull"] + found["gradient"]
         whole = whole or both
         what = f"Cache({rows}, staleness={staleness})" if rows else "None"

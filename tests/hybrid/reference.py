@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.testing import run_in_processes
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -29,3 +30,11 @@ def running_reference(job, *args, seconds):
             assert reference.wait(seconds) == 0
         finally:
             reference.kill()
+
+
+def run_beside_reference(job, folder, names, seconds, timeout):
+    """Runs cases of a job on two workers and two servers, and in one process; returns the logs."""
+    args = [folder, ",".join(names)]
+    with running_reference(job, *args, seconds=seconds):
+        done = run_in_processes(job, workers=2, ps=2, timeout=timeout, env=ENVIRONMENT, args=args)
+    return done.logs

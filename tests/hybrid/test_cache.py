@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.compression import Int8
 from keras_psplus.hybrid.rows import row_owners
 from keras_psplus.hybrid.rows.row_codec import RowCodec
@@ -19,7 +18,7 @@ from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.placement import TablePlacer
 from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid.cache_job import BATCH, CASES, DIM, EPOCHS, STALENESS, data
-from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.hybrid.reference import run_beside_reference
 from tests.hybrid.test_faults import cluster
 from tests.parameter_server.waiting import wait_for
 from tests.results import load
@@ -33,10 +32,8 @@ WORKERS = "worker-0", "worker-1"
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("cache"), cases(request)
-    args = [folder, ",".join(name for name in CASES if name in wanted)]
-    with running_reference(JOB, *args, seconds=300):
-        done = run_in_processes(JOB, workers=2, ps=2, timeout=500, env=ENVIRONMENT, args=args)
-    return folder, done.logs
+    names = [name for name in CASES if name in wanted]
+    return folder, run_beside_reference(JOB, folder, names, seconds=300, timeout=500)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +101,7 @@ def test_copies_of_a_job_that_was_killed_are_not_too_old(tmp_path):
         assert not result.timed_out and result.exit_code != 0, result.tails(40)
     with cluster(tmp_path / "last", *args) as job:
         result = job.wait(120)
-    # What waited at an epoch's end is in the backup; each gradient counts once.
+    # Gradients that waited at an epoch's end are in the backup; each counts once.
     assert "end iterations=60 off=0.0e+00" in result.logs["worker-0"], result.tails(40)
     logs = list(tmp_path.glob("reads-worker-*"))
     assert len(logs) == 6

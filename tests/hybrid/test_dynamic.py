@@ -5,9 +5,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
 from tests.hybrid.dynamic_job import CASES
-from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.hybrid.reference import run_beside_reference
 from tests.results import load
 from tests.selection import cases
 
@@ -18,10 +17,8 @@ JOB = pathlib.Path(__file__).with_name("dynamic_job.py")
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("dynamic"), cases(request)
-    args = [folder, ",".join(name for name in CASES if name in wanted)]
-    with running_reference(JOB, *args, seconds=300):
-        done = run_in_processes(JOB, workers=2, ps=2, timeout=500, env=ENVIRONMENT, args=args)
-    return folder, done.logs
+    names = [name for name in CASES if name in wanted]
+    return folder, run_beside_reference(JOB, folder, names, seconds=300, timeout=500)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,13 +9,12 @@ import tensorflow as tf
 
 from keras_psplus import HybridStrategy
 from keras_psplus.all_reduce.data.lookahead import with_next
-from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid.prefetch_job import CASES
-from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.hybrid.reference import run_beside_reference
 from tests.results import load
 from tests.selection import cases
 
@@ -27,10 +26,7 @@ INT, LONG = tf.int32, tf.int64
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the workers."""
     folder = tmp_path_factory.mktemp("prefetch")
-    args = [folder, ",".join(cases(request))]
-    with running_reference(JOB, *args, seconds=100):
-        result = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
-    return folder, result.logs
+    return folder, run_beside_reference(JOB, folder, cases(request), seconds=100, timeout=560)
 
 
 @pytest.mark.parametrize("case", CASES)

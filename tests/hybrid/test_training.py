@@ -5,8 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
-from tests.hybrid.reference import ENVIRONMENT, running_reference
+from tests.hybrid.reference import run_beside_reference
 from tests.hybrid.training_job import CASES
 from tests.results import load
 from tests.selection import cases
@@ -19,10 +18,8 @@ NOT_ACCUMULATED = [name for name in CASES if name != "accumulated"]
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("hybrid"), cases(request)
-    args = [folder, ",".join(name for name in CASES if name in wanted)]
-    with running_reference(JOB, *args, seconds=60):
-        done = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
-    return folder, done.logs
+    names = [name for name in CASES if name in wanted]
+    return folder, run_beside_reference(JOB, folder, names, seconds=60, timeout=560)
 
 
 def results(job, case, worker):

@@ -131,7 +131,7 @@ def test_rows_that_were_set_are_written_whole(tmp_path):
     after = Servers()
     files.load(after.stores[0], chain.paths, KEY, SLOTS)
     assert state(after) == expected
-    # What comes before the last whole one is not read.
+    # Files before the last whole one are not read.
     files.load(after.stores[0], [chain.paths[0][2:]], KEY, SLOTS)
     assert state(after) == expected
 

@@ -56,7 +56,7 @@ def synchronise(
         tensors, [graph.capture(own_copy(state).handle) for state in states]
     )
     if computed.refused:
-        # What is called as a metric is, is taken for its result.
+        # An object that is called as a metric is, is taken for its result.
         results = _results(metrics)
         metric_logs.refuse({p: why for p, why in computed.refused.items() if p not in results})
     own = [

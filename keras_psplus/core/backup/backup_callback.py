@@ -107,7 +107,7 @@ def save(
         return
     on_servers, is_chief = tables.any_of(model), engine.strategy.is_chief
     if on_servers:
-        # What a server could not write ends all workers.
+        # A failed write of a server ends all workers.
         run_on_chief(engine.control, is_chief, _WHAT, engine.backup_writer.finish)
     else:
         engine.backup_writer.finish()

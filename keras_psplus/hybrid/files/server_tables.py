@@ -66,7 +66,7 @@ class ServerTables(BackupTables):
     def begin_write(self, model: keras.Model, folder: str) -> dict[str, Any] | None:
         places = self._places(model)
         with self._away(), self.lock:
-            # Where an ended `fit` has left it, another folder has the files.
+            # Another folder has the files, if an ended `fit` has left it.
             is_here = self.latest is not None and self.latest[0] == [folder]
             chain = self.latest[1]["chain"] if is_here and self.latest is not None else []
             content = saving.begin(self._servers, self._tables.all, folder, chain)

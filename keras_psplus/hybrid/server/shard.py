@@ -286,7 +286,7 @@ class TableShard:
         unique, positions = tf.unique(tf.gather(ids, in_order))
         if self._owners is not None:
             parts = tf.gather(places // PARTS, order), tf.gather(sizes, order)
-            # What waits is scaled before it is applied: its sender does not have it so.
+            # Gradients that wait are scaled before they are applied; senders have them unscaled.
             self._owners.note(unique, positions, parts, self._are_there(unique) & (waits <= 0))
         rows = tf.gather(rows, in_order)
         return unique, tf.math.unsorted_segment_sum(rows, positions, tf.size(unique))

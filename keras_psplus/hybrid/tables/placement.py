@@ -182,8 +182,10 @@ def check_caches(cache: _Caches, sync: bool, prefetch: bool, compresses: bool) -
     Raises:
         ValueError: If it is no cache, or has no meaning beside them.
     """
+    if cache is None:
+        return
     caches = list(cache.values()) if isinstance(cache, dict) else [cache]
-    if not all(isinstance(one, Cache) for one in caches if one is not cache or one is not None):
+    if not all(isinstance(one, Cache) for one in caches):
         raise ValueError(
             "`cache` must be a `tables.Cache`, a dict from patterns of variables' paths to these, "
             f"or None. Received: cache={shown(cache)}"

@@ -54,7 +54,7 @@ class Table:
         self.optimizer: keras.optimizers.Optimizer | None = None
         self.optimizers = self.slots = 0
         self._first_slot, self._slots_of = 1, None
-        # What `config_of` has made of the optimizer, and `check_cache` of a cache, or None.
+        # Results of `config_of` for the optimizer, and of `check_cache` for a cache; or None.
         self.row_config: dict[str, Any] | None = None
         self.cache: dict[str, int] | None = None
         # By slot, how often all of it was set.

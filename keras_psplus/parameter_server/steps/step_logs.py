@@ -62,7 +62,7 @@ def changes_and_logs(
     # The first write of a state is that of its value before the step.
     computed = metric_logs.MetricLogs(here, handles, 1, _can_read, can_average=False)
     if metrics is not None and computed.refused:
-        # What is called as a metric is, is taken for its result.
+        # An object that is called as a metric is, is taken for its result.
         named = metrics(list(trace.variables))
         metric_logs.refuse({n: why for n, why in computed.refused.items() if n not in named})
     names = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
