@@ -18,6 +18,8 @@ _WAITING_FOR_NOBODY = {"dense": 3, "sparse": 10, "convolutional": 10, "transform
 _ROUNDS = 2
 _LONG_WINDOW = 5.0  # seconds; of such, one has to do
 _MOST_WINDOWS = 60
+# Synchronous parameter servers choose by their first steps at a rate whether these overlap.
+_STEPS_TO_CHOOSE = 40
 # What is run for a library, if not TensorFlow's; `args` may have another Python for it.
 _MODULES = {"torch": "lab.torch_task", "jax": "lab.jax_task"}
 
@@ -57,6 +59,8 @@ def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=No
         count = max(least, min(_MOST_WINDOWS, round(seconds / (step * window))))
         # A connection takes a while to find a new rate.
         warmup = 3 if step * window < 0.3 else 1
+        if traits.path == "parameter_server" and traits.waits:
+            warmup = _STEPS_TO_CHOOSE
         phases.append({"rate": rate, "warmup": warmup, "windows": count})
     return {
         "name": name,

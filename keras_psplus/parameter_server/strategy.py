@@ -199,7 +199,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._chief = servers.notifier
         # TensorFlow's `ClusterCoordinator` reads them.
         self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
-        cuts_finely = self._mode.is_sync and bool(overlap)
+        cuts_finely = self._mode.is_sync and overlap is not False
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
         )

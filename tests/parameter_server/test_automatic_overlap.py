@@ -57,6 +57,22 @@ def test_the_faster_way_stays(without, overlapping, waiting, sent, expected, cap
     assert said in caplog.text and caplog.text.count('overlap_steps="auto"') == 1
 
 
+def test_steps_that_take_longer_are_measured_again(caplog):
+    totals = Totals()
+    choice = OverlapChoice(None, WORKERS, totals)
+    take(choice, totals, 8, 0.08, 0.01, 20 << 20)
+    take(choice, totals, 60, 0.07, 0.01, 20 << 20)
+    assert not choice.is_on and caplog.text.count("do not overlap") == 1
+    # Its link has become slow.
+    take(choice, totals, 12 + 8, 0.34, 0.31, 20 << 20)
+    assert choice.is_on and "no longer 80: whether they overlap is measured again" in caplog.text
+    take(choice, totals, 9 + 24, 0.26, 0.2, 20 << 20)
+    assert choice.is_on
+    # Those since the last decision count, and they are ever more.
+    take(choice, totals, 20, 0.08, 0.01, 20 << 20)
+    assert caplog.text.count("measured again") == 1
+
+
 @pytest.mark.parametrize("argument", [True, False])
 def test_what_the_script_says_stays(argument):
     choice, totals = OverlapChoice(argument, WORKERS, None), Totals()

@@ -1,7 +1,8 @@
 """Choice of `overlap_steps="auto"`: the first synchronous steps are measured.
 
 2 steps | 6 measured ─► links take a part of the step ─► 3 steps | 6 measured, overlapping
-                     └► they do not: no overlap            └► the faster way stays
+   ▲                 └► they do not: no overlap            └► the faster way stays
+   └── steps take twice or half as long as then: links, or batches, are others now
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _MEASURED = 6
 # Below that part of a step, or that many bytes a step and worker, nothing is to be gained.
 _PART, _BYTES = 0.25, 1 << 20
 _GAIN = 0.95
+# Steps that differ so much from those that decided are measured again.
+_CHANGE = 2.0
 
 
 class OverlapChoice:
@@ -36,14 +39,21 @@ class OverlapChoice:
 
     def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
         self.is_on = bool(argument)
-        self._is_open, self._totals, self._num_workers = argument is None, totals, num_workers
+        self._is_automatic = self._is_open = argument is None
+        self._totals, self._num_workers = totals, num_workers
         self._seconds: list[float] = []
         self._before = 0.0, 0
         self._without = 0.0
+        self._decided = 0.0
+        # Doubled with every decision: a job whose steps keep changing has some measured seldom.
+        self._patience = _MEASURED
 
     def note(self, seconds: float) -> None:
         """Notes how long a step of all workers took."""
+        if not self._is_automatic:
+            return
         if not self._is_open:
+            self._watch(seconds)
             return
         first = _FIRST_OVERLAPPING if self.is_on else _FIRST
         self._seconds.append(seconds)
@@ -55,6 +65,7 @@ class OverlapChoice:
         if self.is_on:
             self._decide(
                 median < _GAIN * self._without,
+                min(median, self._without),
                 f"they take {1e3 * median:.0f} ms then, and {1e3 * self._without:.0f} ms else",
             )
             return
@@ -64,14 +75,29 @@ class OverlapChoice:
         if part < _PART or sent < _BYTES:
             self._decide(
                 False,
+                median,
                 f"{part:.0%} of a step of {1e3 * median:.0f} ms is waiting for links, which carry "
                 f"{sent / 1e6:.2f} MB in it",
             )
             return
         self._without, self.is_on, self._seconds = median, True, []
 
-    def _decide(self, is_on: bool, reason: str) -> None:
-        self.is_on, self._is_open = is_on, False
+    def _watch(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        if len(self._seconds) < self._patience:
+            return
+        median, self._seconds = statistics.median(self._seconds), []
+        if not self._decided / _CHANGE < median < self._decided * _CHANGE:
+            self.is_on, self._is_open = False, True
+            logger.info(
+                "steps take %.0f ms, no longer %.0f: whether they overlap is measured again",
+                1e3 * median,
+                1e3 * self._decided,
+            )
+
+    def _decide(self, is_on: bool, seconds: float, reason: str) -> None:
+        self.is_on, self._is_open, self._seconds = is_on, False, []
+        self._decided, self._patience = seconds, 2 * self._patience
         logger.info(
             'steps %s: %s; overlap_steps="auto"', "overlap" if is_on else "do not overlap", reason
         )
