@@ -12,6 +12,7 @@ bucket of the filter is small (a quarter of a millisecond), so that short messag
 free. Needs root, and the programs of iproute2 and util-linux.
 """
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -120,6 +121,7 @@ class Lab(Hosts):
         self._rate: float | None = None
         self._delayer: Any = None  # a `subprocess.Popen` with pipes
         self._lock = threading.Lock()
+        self._handles = itertools.count(1)
 
     def __enter__(self) -> Self:
         try:
@@ -278,7 +280,10 @@ class Lab(Hosts):
         largest = min(_LARGEST, int(burst * 0.94) - 400)
         _set(pid, f"ip link set dev {device} gso_max_size {largest}")
         shape = f"tbf rate {int(rate)} burst {burst} limit {limit}"
-        _set(pid, f"tc qdisc replace dev {device} root {shape}")
+        # A new filter, whose queue is empty: what waits in one that is changed may be larger than
+        # the new burst, and would hold up the link for ever.
+        handle = next(self._handles)
+        _set(pid, f"tc qdisc replace dev {device} root handle {handle:x}: {shape}")
 
     def _free(self, pid: int, device: str) -> None:
         _set(pid, f"tc qdisc del dev {device} root")

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import bench
 import pytest
@@ -117,6 +118,46 @@ def test_emulated_hosts_count_what_is_sent(emulated_hosts):
         assert 1_000_000 < sent < 1_100_000 and back < 100_000
         assert 1_000_000 < received < 1_100_000
         assert lab.uplinks == []
+
+
+SENDS_FOR_EVER = """
+import socket
+connection = socket.create_server(("", 2222)).accept()[0]
+while True:
+    connection.sendall(bytes(1 << 20))
+"""
+RECEIVES_FOR_EVER = """
+import socket, sys, time
+host, port = sys.argv[1].split(":")
+while True:
+    try:
+        connection = socket.create_connection((host, int(port)))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+while connection.recv(1 << 20):
+    pass
+"""
+
+
+def test_a_busy_link_that_becomes_slow_goes_on(emulated_hosts):
+    with netlab.Lab(2) as lab:
+        lab.start(0, [sys.executable, "-c", SENDS_FOR_EVER])
+        lab.start(1, [sys.executable, "-c", RECEIVES_FOR_EVER, lab.address(0)])
+
+        def wait_for_more(what):
+            begin, end = sent(), time.monotonic() + 30
+            while sent() < begin + 1_000_000:
+                assert time.monotonic() < end, what
+                time.sleep(0.02)
+
+        def sent():
+            return wire.traffic(lab.counters, lab.device(0))[0]
+
+        for round_number in range(8):
+            for rate in (None, 1e9, 1e8):
+                lab.set_rate(rate)
+                wait_for_more(f"stuck at {rate} in round {round_number}")
 
 
 def test_uplinks_count_what_leaves_a_rack(emulated_hosts):
