@@ -64,13 +64,18 @@ def test_steps_that_take_longer_are_measured_again(caplog):
     take(choice, totals, 60, 0.07, 0.01, 20 << 20)
     assert not choice.is_on and caplog.text.count("do not overlap") == 1
     # Its link has become slow.
-    take(choice, totals, 12 + 8, 0.34, 0.31, 20 << 20)
+    take(choice, totals, 6 + 8, 0.34, 0.31, 20 << 20)
     assert choice.is_on and "no longer 80: whether they overlap is measured again" in caplog.text
-    take(choice, totals, 9 + 24, 0.26, 0.2, 20 << 20)
+    take(choice, totals, 9 + 6, 0.26, 0.2, 20 << 20)
     assert choice.is_on
-    # Those since the last decision count, and they are ever more.
-    take(choice, totals, 20, 0.08, 0.01, 20 << 20)
-    assert caplog.text.count("measured again") == 1
+    # Slower still: the same again, after which it is measured more seldom.
+    take(choice, totals, 6 + 8, 3.4, 3.1, 20 << 20)
+    take(choice, totals, 9, 2.6, 2.0, 20 << 20)
+    assert choice.is_on and caplog.text.count("measured again") == 2
+    take(choice, totals, 11, 0.08, 0.01, 20 << 20)
+    assert caplog.text.count("measured again") == 2
+    take(choice, totals, 1 + 8, 0.08, 0.01, 20 << 20)
+    assert not choice.is_on and caplog.text.count("measured again") == 3
 
 
 @pytest.mark.parametrize("argument", [True, False])

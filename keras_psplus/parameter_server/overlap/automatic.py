@@ -45,8 +45,8 @@ class OverlapChoice:
         self._before = 0.0, 0
         self._without = 0.0
         self._decided = 0.0
-        # Doubled with every decision: a job whose steps keep changing has some measured seldom.
-        self._patience = _MEASURED
+        # Doubled by a choice that is made again: what keeps changing is measured seldom.
+        self._patience, self._choice = _MEASURED, False
 
     def note(self, seconds: float) -> None:
         """Notes how long a step of all workers took."""
@@ -96,8 +96,10 @@ class OverlapChoice:
             )
 
     def _decide(self, is_on: bool, seconds: float, reason: str) -> None:
-        self.is_on, self._is_open, self._seconds = is_on, False, []
-        self._decided, self._patience = seconds, 2 * self._patience
+        is_same = self._decided and is_on == self._choice
+        self._patience = 2 * self._patience if is_same else _MEASURED
+        self.is_on = self._choice = is_on
+        self._is_open, self._seconds, self._decided = False, [], seconds
         logger.info(
             'steps %s: %s; overlap_steps="auto"', "overlap" if is_on else "do not overlap", reason
         )
