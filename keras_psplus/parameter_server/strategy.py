@@ -199,7 +199,9 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._chief = servers.notifier
         # TensorFlow's `ClusterCoordinator` reads them.
         self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
-        cuts_finely = self._mode.is_sync and overlap is not False
+        # One server's variables stay whole unless they are sure to overlap: Adafactor needs that.
+        may_overlap = overlap or (overlap is None and self._num_ps > 1)
+        cuts_finely = self._mode.is_sync and bool(may_overlap)
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
         )
