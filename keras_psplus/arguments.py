@@ -102,14 +102,13 @@ def folder(name: str, value: Any) -> str | os.PathLike[str] | None:
     Raises:
         ValueError: If it is something else, or empty.
     """
-    path = value
-    if isinstance(value, os.PathLike):
-        path = os.fspath(value)
+    path: Any = os.fspath(value) if isinstance(value, os.PathLike) else value
     if value is not None and not (isinstance(path, str) and path and "\0" not in path):
         raise ValueError(
             f"`{name}` must be the path of a folder, or None. Received: {name}={shown(value)}"
         )
-    return value
+    given: str | os.PathLike[str] | None = value
+    return given
 
 
 def flag(name: str, value: Any, default: bool | None = None) -> bool:

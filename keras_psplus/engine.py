@@ -47,7 +47,7 @@ class Call:
         args: Its other positional arguments.
         kwargs: Its keyword arguments.
         name: Name of the call, by which engines tell calls apart.
-        engine: The engine that is asked.
+        engine: The engine that is asked; by default one that answers as plain Keras does.
         parameters: Names of the parameters after the owner, in their order.
     """
 
@@ -56,7 +56,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
-    engine: Any = None
+    engine: Engine = dataclasses.field(default_factory=lambda: Engine())
     parameters: Sequence[str] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -126,8 +126,8 @@ class Engine:
             activation.activate()
 
     @property
-    def strategy(self) -> Any:
-        """The strategy whose engine this is."""
+    def strategy(self) -> tf.distribute.Strategy:
+        """The strategy whose engine this is; None if it belongs to none."""
         return None if self._strategy is None else self._strategy()
 
     def _answer(self, call: Call) -> Any:
@@ -148,10 +148,9 @@ class Engine:
     def on(self, event: Call) -> Any:
         """Has callbacks hear of an event of `fit`, or do what they do to files.
 
-        `set_model`, `train_begin`, `epoch_begin`, `batch_end` and `epoch_end` go to a
-        list of callbacks. `steps_end` returns the logs of a model's epoch, before validation;
-        `test_steps_end` those of an evaluation. `checkpoint` is `ModelCheckpoint` writing;
-        `backup`, `restore` and `end_backup` are what `BackupAndRestore` does.
+        `set_model`, `train_begin`, `epoch_begin`, `batch_end` and `epoch_end` go to a list of
+        callbacks. `steps_end` returns logs of a model's epoch, before validation, `test_steps_end`
+        those of an evaluation. `checkpoint`, `backup`, `restore` and `end_backup` are callbacks'.
         """
         return self._answer(event)
 
@@ -172,8 +171,6 @@ class Engine:
         `make_iterator` is the constructor of Keras's epoch iterator; `drain` waits for all steps.
         """
         return self._answer(call)
-
-    # Variables and layers.
 
     def make_variable(self, call: Call) -> Any:
         """Makes variables.
@@ -234,7 +231,7 @@ class Engine:
 
     def clip(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> Gradients:
         """Returns gradients clipped as the optimizer's arguments say."""
-        return optimizer._clip_gradients(grads)
+        return list(optimizer._clip_gradients(grads))
 
     def decay(self, optimizer: Optimizer, variables: Variables) -> None:
         """Applies weight decay."""

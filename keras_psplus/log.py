@@ -6,7 +6,7 @@ own: then these decide what is shown, and how.
 """
 
 import logging
-from typing import Any
+from typing import Any, TextIO
 
 logger = logging.getLogger("keras_psplus")
 logger.addHandler(logging.NullHandler())
@@ -14,7 +14,7 @@ logger.addHandler(logging.NullHandler())
 _logged: set[str] = set()
 
 
-class _Handler(logging.StreamHandler):
+class _Handler(logging.StreamHandler[TextIO]):
     """Handler that writes whole lines, also while Keras's progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:

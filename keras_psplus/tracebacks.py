@@ -124,4 +124,4 @@ def _fold(found: traceback.TracebackException, error: BaseException) -> int:
 
 
 def _keras_filters() -> bool:
-    return keras.config.is_traceback_filtering_enabled()
+    return bool(keras.config.is_traceback_filtering_enabled())

@@ -279,7 +279,7 @@ def _backend() -> str:
     if "keras" not in sys.modules and wanted not in ("", "tensorflow"):
         return wanted
     try:
-        return importlib.import_module("keras").backend.backend()
+        return str(importlib.import_module("keras").backend.backend())
     except ImportError as error:
         if error.name in _OTHER_BACKENDS:  # as keras.json asks for it
             return error.name

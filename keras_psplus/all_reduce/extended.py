@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -18,6 +17,7 @@ from keras_psplus.all_reduce.topology import levels as levels_module
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
+from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import (
@@ -58,7 +58,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self._control = control
         self._updating = None if policy is None else updating.MirroredUpdates(policy, strategy)
         self._step_variables: dict[tuple[str, str], tf.Variable] = {}
-        self._creating = threading.local()
+        self._creating: ThreadValue[tuple[str, bool]] = ThreadValue()
+        self._zeros = ThreadFlag()
         super().__init__(
             strategy, cluster_resolver=cluster_resolver, communication_options=communication_options
         )
@@ -250,8 +251,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         """Whether a variable is one of this strategy's."""
         return isinstance(variable, distributed_values.DistributedVariable)
 
-    @contextlib.contextmanager
-    def creating(self, name: str, accumulates: bool) -> Iterator[None]:
+    def creating(self, name: str, accumulates: bool) -> AbstractContextManager[Any]:
         """Context for creating a variable of a known name.
 
         Args:
@@ -259,22 +259,11 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             accumulates: Whether replicas add to it what a `MirroredReplicaStep` then makes a
                 global total.
         """
-        outer = getattr(self._creating, "value", None)
-        self._creating.value = (name, accumulates)
-        try:
-            yield
-        finally:
-            self._creating.value = outer
+        return self._creating.being((name, accumulates))
 
-    @contextlib.contextmanager
-    def creating_zeros(self) -> Iterator[None]:
+    def creating_zeros(self) -> AbstractContextManager[Any]:
         """Context for creating variables of zeros: workers need not send each other the values."""
-        outer = getattr(self._creating, "zeros", False)
-        self._creating.zeros = True
-        try:
-            yield
-        finally:
-            self._creating.zeros = outer
+        return self._zeros.raised()
 
     def _use_merge_call(self) -> bool:
         # Updates run in replica context, so that they may stand inside tf.cond and tf.while_loop.
@@ -300,7 +289,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return [cpu for cpu in cpus if (cpu.job, cpu.task) == (here.job, here.task)]
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        of_keras = getattr(self._creating, "value", None)
+        of_keras = self._creating()
         _, accumulates = of_keras or ("", False)
         averaged = of_keras and kwargs.get("aggregation") == tf.VariableAggregation.MEAN
         if accumulates or averaged:
@@ -321,8 +310,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if replica_id != 0 or self._num_workers == 1:
             return stock(replica_id, device, primary_var, **kwargs)
         unnamed = kwargs.get("name") or "variable", False
-        path, _ = getattr(self._creating, "value", None) or unnamed
-        are_zeros = getattr(self._creating, "zeros", False)
+        path, _ = self._creating() or unnamed
+        are_zeros = bool(self._zeros)
 
         control = self._control
         assert control is not None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.all_reduce.topology.levels import Levels
+    from keras_psplus.engine import Engine
 
 
 class GradientReducer:
@@ -135,7 +136,7 @@ class GradientReducer:
         parts: Sequence[tf.Tensor | tf.IndexedSlices],
         variables: Sequence[Any],
         optimizer: Any,
-        engine: Any,
+        engine: Engine,
         largest: Callable[[list[Any]], list[Any]],
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums replicas' parts of gradients, by an optimizer's compressors if there is one.

@@ -113,10 +113,7 @@ def resolver_for(
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     if task.num_ps:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
-            _spec_of(task),
-            task_type=task.task_type,
-            task_id=task.task_index,
-            rpc_layer="grpc",
+            _spec_of(task), task_type=task.task_type, task_id=task.task_index, rpc_layer="grpc"
         )
     return cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.config import TaskConfig
     from keras_psplus.communication import Communication
     from keras_psplus.compression import Compressor
-    from keras_psplus.engine import Engine
+    from keras_psplus.core.strategy_engine import StrategyEngine
 
 
 class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredStrategy):
@@ -164,7 +164,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             self._engine_class, self._extended_class = chosen
             # All that is freed would stay in the process, which then is as large as without shares.
             memory.keep_little_freed_memory()
-        self._engine: Engine | None = None
+        self._engine: StrategyEngine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._step_marks = step_marks.StepMarks()
         with failure.translate_errors(self._task):
@@ -223,7 +223,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         return strategy_text.describe(self, self._task, **self._options)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> StrategyEngine:
         """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         if self._engine is None:
             self._engine = (self._engine_class if self._is_active else OneReplicaEngine)(self)

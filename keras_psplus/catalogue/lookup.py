@@ -13,7 +13,9 @@ from typing import Any
 
 from keras_psplus.catalogue import entries
 from keras_psplus.cluster.launcher import launch_flags
-from keras_psplus.cluster.launcher.launch_flags import OPTION_VARIABLES, PLAIN, STRATEGY_VARIABLE
+from keras_psplus.cluster.launcher.launch_flags import OPTION_VARIABLES as OPTION_VARIABLES
+from keras_psplus.cluster.launcher.launch_flags import PLAIN
+from keras_psplus.cluster.launcher.launch_flags import STRATEGY_VARIABLE as STRATEGY_VARIABLE
 
 _PACKAGE = "keras_psplus.strategies"
 _HERE = pathlib.Path(__file__).resolve().parents[1]

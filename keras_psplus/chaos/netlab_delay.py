@@ -168,6 +168,7 @@ class _Delays:
 
 
 def main() -> None:
+    """Delays packets until this process is ended; rules come by standard input."""
     delays, lines = _Delays(), sys.stdin.fileno()
     # A packet's time must not depend on what else the machine does.
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))

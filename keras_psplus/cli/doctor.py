@@ -14,11 +14,7 @@ from absl import flags
 import keras_psplus
 from keras_psplus import versions
 from keras_psplus.cli.flags import parsing
-from keras_psplus.cluster.config import (
-    ClusterConfigError,
-    ClusterStartupError,
-    TaskConfig,
-)
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.discovery import proxies
 from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores

@@ -7,10 +7,7 @@ from typing import Any
 from absl import flags
 
 from keras_psplus.cli.flags import parsing
-from keras_psplus.cluster.config import (
-    ClusterConfigError,
-    ClusterStartupError,
-)
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.discovery.discovery import find_task_config
 from keras_psplus.cluster.launcher import launch_flags
 

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-from keras_psplus.errors import ClusterConfigError
+from keras_psplus.errors import ClusterConfigError as ClusterConfigError
 from keras_psplus.errors import ClusterStartupError as ClusterStartupError
 
 JOB_TYPES = ("chief", "worker", "ps")  # canonical order: who decides, who computes, who serves

@@ -89,11 +89,7 @@ class DistributedEngine(StrategyEngine):
         if model not in self._compilations:
             self._compilations[model] = CompilationCount(model.name, self.computes_here)
         return CompiledCalls(
-            model,
-            is_asked_for,
-            self.is_remote,
-            self.compiled_function,
-            self._compilations[model],
+            model, is_asked_for, self.is_remote, self.compiled_function, self._compilations[model]
         )
 
     def is_remote(self, layer: keras.Layer) -> bool:

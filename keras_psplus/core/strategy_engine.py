@@ -154,8 +154,8 @@ class StrategyEngine(Engine):
         return backup_callback.restore(self, event.original, event.owner, logs)
 
     @answers("end_backup")
-    def _end_backup(self, event: Call) -> Any:
-        return backup_callback.end(self, event.original, event.owner, event.get("logs"))
+    def _end_backup(self, event: Call) -> None:
+        backup_callback.end(self, event.owner)
 
     def data_position(self, iterator: Any) -> Any:
         """Position in the data to save, beside the numbers of batches and epochs.

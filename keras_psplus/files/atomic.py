@@ -196,7 +196,7 @@ def _exchange(first: str, second: str) -> bool:
     if rename is None:
         return False
     paths = os.fsencode(first), os.fsencode(second)
-    return rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+    return bool(rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
 
 
 def _files_of(folder: str) -> set[str]:

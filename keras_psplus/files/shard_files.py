@@ -261,6 +261,7 @@ def _spec(shape: Sequence[int], first: int, count: int) -> str:
 
 def _restore(path: str, name: str, spec: str, dtype: tf.DType | str) -> np.ndarray:
     with tf.device("/CPU:0"):
-        return tf.raw_ops.RestoreV2(
+        (found,) = tf.raw_ops.RestoreV2(
             prefix=path, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
-        )[0].numpy()
+        )
+    return np.asarray(found)

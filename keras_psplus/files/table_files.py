@@ -51,7 +51,7 @@ class TableFiles:
                 f"has the files of all parameter servers. Received: directory={directory!r}"
             )
         self._list = listed
-        self._tables = {table["name"]: table for table in listed["tables"]}
+        self._tables: dict[str, dict[str, Any]] = {t["name"]: t for t in listed["tables"]}
 
     @property
     def chains(self) -> list[list[str]]:
@@ -84,7 +84,7 @@ class TableFiles:
         Returns:
             Int, such as 1 for Adagrad and 2 for Adam.
         """
-        return self._table(name)["slots"]
+        return int(self._table(name)["slots"])
 
     def read(
         self, name: str, first: int = 0, count: int | None = None, slot: int | None = None

@@ -159,11 +159,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         return None if step is None or step.engine.evaluates else self.row_caches.of(table)
 
     def _read(
-        self,
-        table: Table,
-        most: int | None,
-        ids: tf.Tensor,
-        pull: Callable[[tf.Tensor], tf.Tensor],
+        self, table: Table, most: int | None, ids: tf.Tensor, pull: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Rows of distinct ids, some of them from the table's cache."""
         cache = self._cache(table)

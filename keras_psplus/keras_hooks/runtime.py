@@ -10,12 +10,7 @@ from typing import Any
 from keras_psplus import tracebacks
 from keras_psplus.cluster.process.exit_code import EXITS
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.tf_internals import (
-    context,
-    distributed_values,
-    func_graph,
-    resource_variable_ops,
-)
+from keras_psplus.tf_internals import context, distributed_values, func_graph, resource_variable_ops
 
 
 def _if_watched(_: Any) -> object | None:
@@ -26,7 +21,7 @@ def _of_uncaught(_: Any) -> object:
     return tracebacks.UNCAUGHT
 
 
-def _of_rows(variable: Any) -> object | None:
+def _of_rows(variable: Any) -> Any:
     return vars(variable).get("_row_reads")
 
 

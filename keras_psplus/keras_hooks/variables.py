@@ -17,12 +17,12 @@ def _of_taken(x: Any) -> Engine | None:
 
 def to_float(call: Call) -> float:
     """`float(variable)`."""
-    return _to_number(float, call)
+    return float(_to_number(float, call))
 
 
 def to_int(call: Call) -> int:
     """`int(variable)`."""
-    return _to_number(int, call)
+    return int(_to_number(int, call))
 
 
 def _to_number(number: Callable[[Any], Any], call: Call) -> Any:
@@ -68,14 +68,7 @@ HOOKS = (
         "what a replica changes by itself is made global; steps under way come before",
         call="assign",
     ),
-    Hook(
-        Variable,
-        "numpy",
-        ["self"],
-        of_variable,
-        "read",
-        "steps under way come before",
-    ),
+    Hook(Variable, "numpy", ["self"], of_variable, "read", "steps under way come before"),
     Hook(
         Variable,
         "assign_add",

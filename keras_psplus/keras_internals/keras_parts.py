@@ -104,7 +104,4 @@ def is_class_weight_map(function: Any) -> bool:
     """Whether a function of `Dataset.map` is Keras's own, which weighs rows by their classes."""
     made_by = tf_dataset_adapter.make_class_weight_map_fn
     names = (made_by.__module__, f"{made_by.__qualname__}.<locals>.class_weights_map_fn")
-    return (
-        getattr(function, "__module__", None),
-        getattr(function, "__qualname__", None),
-    ) == names
+    return (getattr(function, "__module__", None), getattr(function, "__qualname__", None)) == names

@@ -109,10 +109,7 @@ def _segments(
 
 
 def _divided(
-    combiner: str,
-    total: tf.Tensor,
-    total_of: Callable[[tf.Tensor], tf.Tensor],
-    weights: tf.Tensor,
+    combiner: str, total: tf.Tensor, total_of: Callable[[tf.Tensor], tf.Tensor], weights: tf.Tensor
 ) -> tf.Tensor:
     if combiner == "sum":
         return total

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from keras_psplus.cluster.monitor.progress import Progress
-    from keras_psplus.engine import Engine
+    from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.modes import Mode
     from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
@@ -49,7 +49,7 @@ class StepContext:
 
     strategy: tf.distribute.Strategy
     extended: ParameterServerExtended
-    engine: Engine
+    engine: DistributedEngine
     num_workers: int
     mode: Mode
     overlap: OverlapChoice

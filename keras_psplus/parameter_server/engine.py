@@ -19,12 +19,9 @@ from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
+from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-from keras_psplus.keras_internals.keras_parts import (
-    global_state,
-    layers,
-    stateless_scope,
-)
+from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
 from keras_psplus.parameter_server import predict_function
 from keras_psplus.parameter_server.data import chief_data, distributed_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
@@ -85,7 +82,7 @@ class ParameterServerEngine(DistributedEngine):
             with failure.translate_errors(context.server_addresses):
                 yield
             context.attempts.log_dropped()
-        except (failure.ParameterServerLostError, failure.WorkersLostError):
+        except (ParameterServerLostError, WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code not in (None, 0):

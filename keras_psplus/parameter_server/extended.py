@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
+from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.parameter_server.placement import shard_sizes
 from keras_psplus.parameter_server.placement.balance import Placement, Shard
 from keras_psplus.parameter_server.state import worker_tables
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_device
 from keras_psplus.parameter_server.transport.pushes import Pushes
@@ -31,6 +31,8 @@ from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.transport.compressors import Compressors
+
+_Creator: TypeAlias = Callable[..., tf.Variable]
 
 
 def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
@@ -80,13 +82,13 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
 
-    def _resource_creator_scope(self):
+    def _resource_creator_scope(self) -> Any:
         # TensorFlow's starts its coordinator, with threads of its own, for tables alone.
         if (strategy := self._container_strategy())._cluster_coordinator is not None:
             return super()._resource_creator_scope()
         return [worker_tables.creator_scope(strategy)]
 
-    def _set_num_gpus(self):
+    def _set_num_gpus(self) -> None:
         gpus, cpus = (
             [device.name for device in tf.config.list_logical_devices(kind)]
             for kind in ("GPU", "CPU")
@@ -124,10 +126,9 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         """Whether a variable is one of this strategy's."""
         return isinstance(variable, ClosureVariable) or "/job:ps/" in (variable.device or "")
 
-    @contextlib.contextmanager
     def creating(
         self, name: str, kind: str | None, shape: tf.TensorShape | Sequence[int] | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[Any]:
         """Context for creating a Keras variable.
 
         Args:
@@ -136,24 +137,27 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 `ClosureVariable`; else None.
             shape: Its shape, if it is known.
         """
-        with self._creating.being((name, kind, shape)):
-            yield
+        return self._creating.being((name, kind, shape))
 
-    def _call_for_each_replica(self, fn, args, kwargs):
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
         # One replica needs no thread: merge_call then works inside tf.cond and tf.while_loop.
         with distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
             return fn(*args, **(kwargs or {}))
 
-    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Iterable[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
         return [value for value, _ in value_destination_pairs]
 
-    def _reduce_to(self, reduce_op, value, destinations, options):
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return value
 
-    def _create_var_creator(self, next_creator, **kwargs):
+    def _create_var_creator(self, next_creator: _Creator, **kwargs: Any) -> _Creator:
         creating = self._creating()
 
-        def creator(**kwargs):
+        def creator(**kwargs: Any) -> tf.Variable:
             kwargs.pop("aggregation", None)
             kwargs.pop("synchronization", None)
             variable = next_creator(**kwargs)
@@ -165,15 +169,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
         return creator
 
-    def _create_variable(self, next_creator, **kwargs):
+    def _create_variable(self, next_creator: _Creator, **kwargs: Any) -> Any:
         _, kind, shape = self._creating() or ("", None, None)
         if kind is not None:
             for name in ("aggregation", "synchronization", "colocate_with"):
                 kwargs.pop(name, None)
-            with (
-                ops.colocate_with(None, ignore_existing=True),
-                ops.device(CHIEF),
-            ):
+            with ops.colocate_with(None, ignore_existing=True), ops.device(CHIEF):
                 return ClosureVariable(next_creator(**kwargs), kind)
         whole = kwargs.get("colocate_with")
         if isinstance(whole, ShardedVariable):
@@ -186,8 +187,8 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             return ShardedVariable(variable)
         return variable
 
-    def _shards(self, shape, kwargs):
-        """Shards of a variable, a list of `Shard`; None if TensorFlow creates it whole."""
+    def _shards(self, shape: Any, kwargs: dict[str, Any]) -> list[Shard] | None:
+        """Shards of a variable; None if TensorFlow creates it whole."""
         initial_value = kwargs.get("initial_value")
         if "colocate_with" in kwargs or initial_value is None:
             return None
@@ -212,7 +213,9 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         offsets = shard_sizes.offsets_of(shape, dtype, count, keeps_whole=True)
         return [Shard(None, first, end) for first, end in zip(offsets, offsets[1:])]
 
-    def _create_in_shards(self, next_creator, shards, **kwargs):
+    def _create_in_shards(
+        self, next_creator: _Creator, shards: Sequence[Shard], **kwargs: Any
+    ) -> ShardedVariable:
         """Makes a variable whose first value is the chief's, who sends each shard by itself."""
         initial_value = kwargs.pop("initial_value")
         shape = kwargs.pop("shape", None)
@@ -245,7 +248,9 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             )
         return ShardedVariable(sharded_variable.ShardedVariable(parts))
 
-    def _create_colocated_with_shards(self, next_creator, whole, **kwargs):
+    def _create_colocated_with_shards(
+        self, next_creator: _Creator, whole: ShardedVariable, **kwargs: Any
+    ) -> ShardedVariable:
         """Makes an optimizer's slot in shards, each on the server of the variable's shard."""
         kwargs.pop("colocate_with")
         initial_value = kwargs.pop("initial_value")
@@ -271,10 +276,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         ]
         return ShardedVariable(sharded_variable.ShardedVariable(parts))
 
-    def _create_variable_round_robin(self, next_creator, **kwargs):
+    def _create_variable_round_robin(self, next_creator: _Creator, **kwargs: Any) -> tf.Variable:
         return self._create_on_ps(next_creator, None, **kwargs)
 
-    def _create_on_ps(self, next_creator, ps, **kwargs):
+    def _create_on_ps(self, next_creator: _Creator, ps: int | None, **kwargs: Any) -> tf.Variable:
         """Creates a variable, or a shard, on server `ps`, or on the least loaded."""
         # By bytes: a round robin puts every other kernel on one server and the biases between
         # them on another.
@@ -289,10 +294,17 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._variable_count += 1
         return variable
 
-    def _validate_colocate_with_variable(self, colocate_with_variable):
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         pass
 
-    def _update(self, var, fn, args, kwargs, group):
+    def _update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        group: bool,
+    ) -> Any:
         if not isinstance(var, ShardedVariable):
             with updating_device.being(var.device):
                 return super()._update(var, fn, args, kwargs, group)
@@ -303,5 +315,5 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 super()._update(var, fn, tuple(part[i] for part in split), kwargs, group)
         return None
 
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         return value

@@ -4,17 +4,71 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
 
 from keras_psplus.cluster import config, roles
-from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster.discovery import discovery, resolvers
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import control, serve, shutdown
 from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.core.jobs import job_failure
+from keras_psplus.parameter_server import modes
+from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import membership
 from keras_psplus.parameter_server.scheduling.departures import Departures
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
+
+
+class Joined(NamedTuple):
+    """Cluster of a chief, once enough of its tasks are there.
+
+    Attributes:
+        resolver: The resolver that describes it.
+        task: The chief's `TaskConfig`; None if a resolver was given.
+        absent: Numbers of the workers that are not there.
+        is_elastic: Whether workers may come and leave.
+    """
+
+    resolver: tf.distribute.cluster_resolver.ClusterResolver
+    task: config.TaskConfig | None
+    absent: set[int]
+    is_elastic: bool
+
+
+def join_cluster(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+    mode: modes.Mode,
+    min_workers: int | None,
+    ps_weights: Sequence[float] | None,
+    timeout: float,
+) -> Joined:
+    """Waits, in the chief, for the other tasks; in these, serves and ends the process.
+
+    Args:
+        resolver: The strategy's argument, or None to read `TF_CONFIG`.
+        mode: The checked mode.
+        min_workers: The strategy's argument.
+        ps_weights: The strategy's argument.
+        timeout: Seconds to wait.
+    """
+    if resolver is not None:
+        modes.check_no_min_workers(min_workers)
+        resolvers.check(resolver)
+        return Joined(resolver, None, set(), False)
+    task = read_task()
+    num_workers = len(task.cluster["worker"])
+    mode.check_workers(num_workers)
+    balance.weights_of(task.cluster["ps"], ps_weights)
+    least = modes.check_min_workers(min_workers, mode, num_workers)
+    is_elastic = least < num_workers
+    if task.task_type in ("ps", "worker"):
+        serve_and_exit(task, timeout, is_elastic)
+    absent = wait_for_servers(task, timeout, least)
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+    return Joined(resolver, task, absent, is_elastic)
 
 
 def read_task() -> config.TaskConfig:

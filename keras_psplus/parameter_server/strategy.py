@@ -12,7 +12,6 @@ from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import renamed, seconds
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -160,23 +159,9 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
         updates = modes.check_updates(updates_module.get(updates), self._mode)
         overlap = modes.check_overlap(overlap_steps, self._mode, updates)
-        self._task, absent, is_elastic = None, set[int](), False
-        if cluster_resolver is not None:
-            modes.check_no_min_workers(min_workers)
-            resolvers.check(cluster_resolver)
-        else:
-            self._task = startup.read_task()
-            num_workers = len(self._task.cluster["worker"])
-            self._mode.check_workers(num_workers)
-            balance.weights_of(self._task.cluster["ps"], ps_weights)
-            least = modes.check_min_workers(min_workers, self._mode, num_workers)
-            is_elastic = least < num_workers
-            if self._task.task_type in ("ps", "worker"):
-                startup.serve_and_exit(self._task, startup_timeout, is_elastic)
-            absent = startup.wait_for_servers(self._task, startup_timeout, least)
-            cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(
-                rpc_layer="grpc"
-            )
+        cluster_resolver, self._task, absent, is_elastic = startup.join_cluster(
+            cluster_resolver, self._mode, min_workers, ps_weights, startup_timeout
+        )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
         weights = balance.weights_of(spec.get("ps", ["ps"]), ps_weights)

@@ -177,10 +177,7 @@ class Units:
             call.is_stale |= any(one is weight for one in call.weights)
 
     def call(
-        self,
-        weights: Sequence[WeightShare],
-        proceed: Callable[[Call], Any],
-        of_layer: Call,
+        self, weights: Sequence[WeightShare], proceed: Callable[[Call], Any], of_layer: Call
     ) -> Any:
         """Calls a unit between the gathering of its weights and their release.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.step.broadcast import WIDER
 from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.all_reduce.topology.shards import Cut
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
 

@@ -41,11 +41,7 @@ class Changes:
     mark: tuple[tuple[int, ...], ...]
 
 
-def read(
-    servers: Sequence[Server],
-    mark: tuple[tuple[int, ...], ...] | None,
-    dim: int,
-) -> Changes:
+def read(servers: Sequence[Server], mark: tuple[tuple[int, ...], ...] | None, dim: int) -> Changes:
     """Reads what has changed since a mark.
 
     Updates may go on: what one changes in the meantime comes with the next look, too.

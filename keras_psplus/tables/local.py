@@ -42,11 +42,7 @@ class LocalTable(CompositeVariable):
     """
 
     def __init__(
-        self,
-        spec: dict[str, Any],
-        trainable: bool,
-        of: LocalTable | None = None,
-        slot: int = 0,
+        self, spec: dict[str, Any], trainable: bool, of: LocalTable | None = None, slot: int = 0
     ) -> None:
         if not _engines:
             _engines.append(Engine())
@@ -115,10 +111,7 @@ class LocalTable(CompositeVariable):
         return LocalTable(dict(self.spec, name=name), False, self, self._slots)
 
     def apply_gradient(
-        self,
-        optimizer: Any,
-        gradient: tf.IndexedSlices,
-        learning_rate: Any,
+        self, optimizer: Any, gradient: tf.IndexedSlices, learning_rate: Any
     ) -> None:
         """Updates the rows of a gradient's keys, no two of which are equal."""
         if self.optimizer is not optimizer:

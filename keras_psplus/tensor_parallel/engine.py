@@ -18,6 +18,7 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
+from keras_psplus.sharding.plan import reason_for_wholes
 from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WholeWeight
 from keras_psplus.tensor_parallel import plan
@@ -83,7 +84,7 @@ class ModelParallelEngine(ShardedEngine):
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:
         is_cut = cut_of(call.get("reference_variable")) is not None
-        if is_cut and plan.reason_for_wholes(call.owner) is None:
+        if is_cut and reason_for_wholes(call.owner) is None:
             return self._add_slot_in_shares(call)
         return AllReduceEngine._add_slot(self, call)
 

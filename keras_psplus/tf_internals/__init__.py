@@ -50,11 +50,7 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.framework import kernels as registered_kernels
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import (
-    collective_ops,
-    control_flow_util,
-    resource_variable_ops,
-)
+from tensorflow.python.ops import collective_ops, control_flow_util, resource_variable_ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_func_graphs
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.types import core as types_core

@@ -37,10 +37,7 @@ ATTRIBUTES = [
     (context.Context, "_context_handle"),
     (def_function.Function, "_clone"),
     (framework_ops.Graph, "_add_device_to_stack _get_function"),
-    (
-        framework_ops.Operation,
-        "_add_control_input _is_stateful _set_device _update_input",
-    ),
+    (framework_ops.Operation, "_add_control_input _is_stateful _set_device _update_input"),
     # Variables and checkpoints.
     (resource_variable_ops, "_variable_handle_from_shape_and_dtype"),
     (resource_variable_ops.BaseResourceVariable, "_handle_name"),
@@ -95,14 +92,8 @@ ATTRIBUTES = [
     ),
     (distributed_values.PerReplicaSpec, "_value_specs"),
     # Parameter servers.
-    (
-        parameter_server_strategy_v2.ParameterServerStrategyV2,
-        "_verify_args_and_config",
-    ),
-    (
-        ps_values.DistributedTable,
-        "_coordinator _maybe_build_distributed_table _wrapped_creator",
-    ),
+    (parameter_server_strategy_v2.ParameterServerStrategyV2, "_verify_args_and_config"),
+    (ps_values.DistributedTable, "_coordinator _maybe_build_distributed_table _wrapped_creator"),
     (
         parameter_server_strategy_v2.ParameterServerStrategyV2Extended,
         "_resource_creator_scope _container_strategy _num_ps _variable_partitioner",

@@ -54,7 +54,8 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
         return self.value()
 
     def numpy(self) -> np.ndarray:
-        return self.value().numpy()
+        array: np.ndarray = self.value().numpy()
+        return array
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)

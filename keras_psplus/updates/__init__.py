@@ -4,7 +4,7 @@ Strategies take one as `updates=`.
 """
 
 from keras_psplus.updates.accumulate import Accumulate
-from keras_psplus.updates.base import Context, ReplicaUpdates, Updates
+from keras_psplus.updates.base import Context, ReplicaUpdates, Step, Updates
 from keras_psplus.updates.diloco import DiLoCo
 from keras_psplus.updates.local_sgd import LocalSGD
 from keras_psplus.updates.specs import get
@@ -16,6 +16,7 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "ReplicaUpdates",
+    "Step",
     "Updates",
     "get",
     "map_values",

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates
+from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.base import Form as Form
 
 
@@ -51,7 +51,7 @@ class Accumulation(ReplicaUpdates):
         return self._count.read_value()
 
     def on_gradients(
-        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         _, rows = step.rows()
         parts: list[Any] = [
@@ -72,7 +72,7 @@ class Accumulation(ReplicaUpdates):
 
         tf.cond(self.count >= self._steps, update, keep)
 
-    def on_finish(self, step: Any, apply: Apply) -> None:
+    def on_finish(self, step: Step, apply: Apply) -> None:
         nothing = [None] * len(self._sums)
         tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
 
@@ -92,7 +92,7 @@ class Accumulation(ReplicaUpdates):
 class _Dense:
     """The sum of dense gradients, in float32 at least."""
 
-    def __init__(self, states: Any, name: str, form: Form, shape: Sequence[int]) -> None:
+    def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
         self._sum = states.variable(name, shape, _wide(form.dtype))
 
@@ -115,7 +115,7 @@ class _Dense:
 class _Rows:
     """Rows of embeddings' gradients, one after the other, as one batch would have them."""
 
-    def __init__(self, states: Any, name: str, form: Form, shape: Sequence[int]) -> None:
+    def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
         wide = _wide(form.dtype)
         self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)

@@ -6,8 +6,9 @@ An update rule says when gradients are applied, and when workers communicate.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -29,12 +30,38 @@ class Form(NamedTuple):
     index_dtype: tf.DType | None
 
 
+class States(Protocol):
+    """Variables of zeros, one of each for every replica, which backups keep."""
+
+    def variable(self, name: str, shape: Any, dtype: Any) -> Any:
+        """Makes or finds a variable, which has `read_value`, `assign` and `assign_add`."""
+
+
+class Step(Protocol):
+    """Replica's step, as update rules see it; a worker's of parameter servers has `rows` alone."""
+
+    def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Rows of the replica and those of all replicas, scalar tensors."""
+
+    def batch_fraction(self) -> tf.Tensor:
+        """The replica's fraction of the rows of all replicas, a scalar tensor."""
+
+    def applying_alone(self) -> AbstractContextManager[None]:
+        """Context in which optimizers apply this replica's gradients, and nothing is sent."""
+
+    def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides a part of the global gradient by the replica's fraction of the rows."""
+
+    def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums small tensors over the replicas of this one's group in a topology."""
+
+
 class Context(NamedTuple):
     """Context of an update rule, for one replica and one optimizer.
 
     Attributes:
-        states: Has a method `variable(name, shape, dtype)` that makes a variable of zeros, of the
-            replica's own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
+        states: `States`: `variable(name, shape, dtype)` makes a variable of zeros, of the replica's
+            own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
             `assign_add`. Backups keep these variables.
         name: Prefix that distinguishes these variables from others of the same optimizer.
         forms: List of `Form`, of the gradients to come; None for None.
@@ -48,7 +75,7 @@ class Context(NamedTuple):
             together. None without groups.
     """
 
-    states: Any
+    states: States
     name: str
     forms: Sequence[Form | None]
     variables: list[keras.Variable]
@@ -62,16 +89,12 @@ class ReplicaUpdates:
     """Base class of what an update rule does on one replica."""
 
     def on_gradients(
-        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         """Takes the gradients of one batch, while a step is traced.
 
         Args:
-            step: The replica's step. `rows()` returns the replica's rows and those of all replicas,
-                both scalar tensors; `applying_alone()` is a context in which optimizers apply this
-                replica's gradients, and nothing is sent; `unscale_by_batch_fraction(tensor)`
-                makes of a part of the global gradient the gradient of the mean over the replica's
-                own rows.
+            step: The replica's step, a `Step`.
             grads: The replica's parts of the global gradients: tensors, `tf.IndexedSlices` or None.
             variables: Their Keras variables.
             apply: Function of a list of gradients and of variables. It sums the gradients over the
@@ -79,7 +102,7 @@ class ReplicaUpdates:
         """
         raise NotImplementedError
 
-    def on_finish(self, step: Any, apply: Apply) -> None:
+    def on_finish(self, step: Step, apply: Apply) -> None:
         """Has everything applied that is still to be, and leaves all replicas the same weights.
 
         It is called before weights are read: at the end of `fit`, before validation, for saving.

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.tf_internals.own_copy import own_copy
+from keras_psplus.updates.base import States, Step
 
 
 class LocalPolicy(Protocol):
@@ -40,7 +41,7 @@ class Fragment:
     def __init__(
         self,
         policy: LocalPolicy,
-        states: Any,
+        states: States,
         name: str,
         variables: list[keras.Variable],
         outer: keras.optimizers.Optimizer | None,
@@ -60,7 +61,7 @@ class Fragment:
             self._aside = self._like_variables(states, f"{name} aside")
             self._parts = _by_size(variables, self._overlap)
 
-    def _like_variables(self, states: Any, name: str) -> list[Any]:
+    def _like_variables(self, states: States, name: str) -> list[Any]:
         return [
             states.variable(f"{name} {i}", v.shape, tf.as_dtype(v.dtype))
             for i, v in enumerate(self._variables)
@@ -75,7 +76,7 @@ class Fragment:
         """Notes that the replica has made a step on its rows of so many."""
         self._seen.assign_add(tf.cast(tf.stack(rows), tf.float64), read_value=False)
 
-    def send(self, step: Any) -> None:
+    def send(self, step: Step) -> None:
         """Averages the changes; with an overlap, sets them aside for the next steps to send."""
         changes = self._changes()
         if not self._overlap:
@@ -90,7 +91,7 @@ class Fragment:
         for i, part in enumerate(self._parts if self._overlap else ()):
             self._send_if(tf.equal(self._under_way.read_value(), i + 1), part)
 
-    def receive(self, step: Any) -> None:
+    def receive(self, step: Step) -> None:
         """After the last of the overlapping steps, takes what has been sent."""
         if not self._overlap:
             return
@@ -98,7 +99,7 @@ class Fragment:
         self._under_way.assign(tf.where(steps > 0, steps + 1, 0), read_value=False)
         tf.cond(steps >= self._overlap, lambda: self._arrive_from_aside(step), lambda: None)
 
-    def finish(self, step: Any) -> None:
+    def finish(self, step: Step) -> None:
         """Averages all that there is, after which all replicas have the same weights."""
         if self._overlap:
             steps = self._under_way.read_value()
@@ -142,11 +143,11 @@ class Fragment:
             for anchor, variable in zip(self._anchors, self._variables)
         ]
 
-    def _arrive_from_aside(self, step: Any) -> None:
+    def _arrive_from_aside(self, step: Step) -> None:
         self._arrive(step, [aside.read_value() for aside in self._aside], self._alpha)
         self._under_way.assign(0, read_value=False)
 
-    def _arrive(self, step: Any, gradients: Sequence[tf.Tensor], alpha: float) -> None:
+    def _arrive(self, step: Step, gradients: Sequence[tf.Tensor], alpha: float) -> None:
         """Steps from the anchors, and sets out from there."""
         own = [own_copy(variable.value) for variable in self._variables]
         before = [one.read_value() for one in own]

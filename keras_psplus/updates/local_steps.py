@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates
+from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, Step
 from keras_psplus.updates.fragment import Fragment, LocalPolicy
 from keras_psplus.updates.values import map_values
 
@@ -35,7 +34,7 @@ class LocalSteps(ReplicaUpdates):
         self._fragments[-1].averaged = averaged
 
     def on_gradients(
-        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         start = self._policy.start_step
         if not start:
@@ -49,7 +48,7 @@ class LocalSteps(ReplicaUpdates):
             lambda: self._alone(step, grads, variables, apply),
         )
 
-    def on_finish(self, step: Any, apply: Apply) -> None:
+    def on_finish(self, step: Step, apply: Apply) -> None:
         def finish() -> None:
             for fragment in self._fragments:
                 fragment.finish(step)
@@ -58,7 +57,7 @@ class LocalSteps(ReplicaUpdates):
         tf.cond(self._count.read_value() > 0, finish, lambda: None)
 
     def _alone(
-        self, step: Any, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         every, fragments = self._policy.every, self._fragments
         first = self._count.read_value() == 0
@@ -80,7 +79,7 @@ class LocalSteps(ReplicaUpdates):
             tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
 
     def _of_own_rows(
-        self, step: Any, grads: Grads, variables: Sequence[keras.Variable]
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable]
     ) -> list[tf.Tensor | tf.IndexedSlices | None]:
         """The gradients of the mean over the replica's own rows; with groups, over its group's."""
         if self._group_sums is None:

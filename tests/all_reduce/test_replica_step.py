@@ -10,6 +10,8 @@ from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.core.batch.batches import Batch
 
+ENGINE = types.SimpleNamespace(sums_eagerly=True, sum_parts=None)
+
 
 class Barrier:
     def __init__(self):
@@ -42,7 +44,7 @@ class Extended:
 @pytest.mark.parametrize("tensors", [[], [tf.constant(2.0)]])
 def test_replicas_meet_at_the_fence_once_and_again_only_after_a_push(tensors):
     extended = Extended(Barrier())
-    with MirroredReplicaStep(None, extended) as step:
+    with MirroredReplicaStep(ENGINE, extended) as step:
         step.has_pushed = True
         assert [float(t) for t in step.synchronise(tensors=tensors)] == [float(t) for t in tensors]
         step.synchronise()
@@ -56,7 +58,7 @@ def test_replicas_meet_at_the_fence_once_and_again_only_after_a_push(tensors):
 
 def test_without_tables_nothing_is_added():
     extended = Extended(None)
-    with MirroredReplicaStep(None, extended) as step:
+    with MirroredReplicaStep(ENGINE, extended) as step:
         step.synchronise()
     assert extended.sums == [0]
 
@@ -102,7 +104,7 @@ def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
     def run(x, rows):
-        with MirroredReplicaStep(None, extended, Batch(x, rows, tf.constant(4))) as step:
+        with MirroredReplicaStep(ENGINE, extended, Batch(x, rows, tf.constant(4))) as step:
             slices = tf.IndexedSlices(x, tf.range(tf.shape(x)[0]))
             product = tf.matmul(x, x, transpose_a=True)
             dense, none, slices, product = step.zero_if_empty(
@@ -122,7 +124,7 @@ def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
 
 def test_the_graph_may_know_that_there_are_rows():
     with MirroredReplicaStep(
-        None, OfRows(), Batch(tf.ones([2, 1]), tf.constant(2), tf.constant(4))
+        ENGINE, OfRows(), Batch(tf.ones([2, 1]), tf.constant(2), tf.constant(4))
     ) as step:
         assert not step.may_be_empty
         x = tf.ones([2, 1])
@@ -133,6 +135,6 @@ def test_the_graph_may_know_that_there_are_rows():
             # It may be called in another step as well.
             assert step.may_be_empty
     with MirroredReplicaStep(
-        None, OfRows(), Batch(tf.ones([1, 1]), tf.constant(0), tf.constant(4))
+        ENGINE, OfRows(), Batch(tf.ones([1, 1]), tf.constant(0), tf.constant(4))
     ) as step:
         assert step.may_be_empty

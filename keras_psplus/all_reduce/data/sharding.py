@@ -49,8 +49,8 @@ class _Proposal(NamedTuple):
     """A worker's description of its data, sent to the others as JSON."""
 
     kind: str
-    facts: dict
-    readers: list
+    facts: dict[str, Any]
+    readers: list[Any]
     seed: int
     rank: int
     maps: str = ""

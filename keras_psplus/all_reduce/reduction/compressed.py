@@ -17,7 +17,7 @@ from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
-from keras_psplus.all_reduce.reduction import factor_sums, routes, row_routes
+from keras_psplus.all_reduce.reduction import factor_sums, route_choice, routes, row_routes
 from keras_psplus.all_reduce.reduction.compressors import check_compressor
 from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
@@ -27,8 +27,6 @@ from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
-# Gradients compressed more than 8x share buckets that hold 8x more uncompressed bytes.
-_STRONG_COMPRESSION = 8
 
 
 class CompressedSum:
@@ -101,13 +99,15 @@ class CompressedSum:
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
         sent: list[tf.Tensor] = []
-        averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
+        # Of forms: a route is chosen without the gradient.
+        forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
+        averages = any(route_choice.route(*forms[i], i) == ("mean",) for i in dense)
         most_rows = self._most_rows([(numbers[i], compressors[i], grads[i]) for i in dense])
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: _route(compressors[i], grads[i], averages),
-            lambda i: _weight(compressors[i], grads[i]),
+            lambda i: route_choice.route(*forms[i], i, averages),
+            lambda i: route_choice.weight(*forms[i]),
             self._bucket_bytes,
         ):
             sequences: tuple[Sequence[Any], ...] = grads, compressors, paths, numbers
@@ -238,7 +238,11 @@ class CompressedSum:
 
     def _most_rows(self, grads: list[tuple[int, Any, tf.Tensor]]) -> dict[int, tf.Tensor]:
         """`factor_sums.most_rows` of gradients that travel as factors, by numbers of variables."""
-        known = ((n, _product(c, g)) for n, c, g in grads if _route(c, g)[0] == "factors")
+        known = (
+            (n, _product(c, g))
+            for n, c, g in grads
+            if route_choice.route(c, g.shape, g.dtype, n)[0] == "factors"
+        )
         products = {number: product for number, product in known if product is not None}
         if not products:
             return {}
@@ -331,41 +335,6 @@ def _int64(number: int) -> tf.Tensor:
 
 def _leaves(tensors: Iterable[Any]) -> list[Any]:
     return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
-
-
-def _route(
-    compressor: Compressor | None, gradient: tf.Tensor, averages: bool = False
-) -> tuple[Any, ...]:
-    """The method that sums such a gradient; those with the same key share buckets."""
-    dtype = gradient.dtype
-    if not gradient.shape.num_elements():
-        # There are no collectives of nothing.
-        return ("own",)
-    if compressor is None:
-        # With others that are added up on their way it costs no message of its own.
-        return ("mean",) if averages and dtype.is_floating else ("sum", dtype)
-    if not compressor.communicates:
-        return ("own",)
-    if compressor.gathers_factors:
-        # Factors are short, and those of one layer long before those of the next.
-        return "factors", id(gradient)
-    if compressor.reducible:
-        return ("total" if compressor.is_linear else "mean",)
-    if compressor.supports_reduce_scatter:
-        feedback = compressor if isinstance(compressor, compression.ErrorFeedback) else None
-        inner = feedback.inner if feedback else compressor
-        options = (feedback.momentum, feedback.factor_masking) if feedback else ()
-        return ("split", id(inner), options)
-    return ("gather",)
-
-
-def _weight(compressor: Compressor | None, gradient: tf.Tensor) -> int:
-    """Weight of a gradient in a bucket, in bytes."""
-    whole = gradient.shape.num_elements() * gradient.dtype.size
-    if compressor is None or not whole:
-        return whole
-    sent = compressor.wire_bytes(gradient.shape, gradient.dtype)
-    return whole // _STRONG_COMPRESSION if sent * _STRONG_COMPRESSION < whole else whole
 
 
 def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:

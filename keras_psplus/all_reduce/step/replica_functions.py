@@ -26,10 +26,7 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 def make_function(
-    progress: Progress,
-    world: batches.World,
-    call: Call,
-    compiled: CompiledCalls | None,
+    progress: Progress, world: batches.World, call: Call, compiled: CompiledCalls | None
 ) -> Callable[[Any], Any]:
     """A train or test function that takes steps on all replicas.
 
@@ -87,10 +84,7 @@ def in_progress(
 
 
 def make_predict_function(
-    progress: Progress,
-    world: batches.World,
-    call: Call,
-    compiled: CompiledCalls | None,
+    progress: Progress, world: batches.World, call: Call, compiled: CompiledCalls | None
 ) -> None:
     """Sets `model.predict_function`, which takes the distributed batches of some steps."""
     model = call.owner
@@ -161,7 +155,7 @@ def _padded(
         return batch
     note(rows)
     padded = last_row.padded(batch, rows, step.rank)
-    step.engine.on_padded_batch(batch, padded)
+    step.sums.on_padded_batch(batch, padded)
     return padded
 
 

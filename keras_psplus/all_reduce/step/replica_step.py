@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
+from keras_psplus.all_reduce.step.tape_gradients import SummingEngine, TapeGradients
 from keras_psplus.compression.factors import outer_products
 from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.replica_step import ReplicaStep, current_step
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+    from keras_psplus.engine import Engine
 
 _HOST = "CPU:0"
 
@@ -35,13 +36,14 @@ class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
 
     Args:
-        engine: The strategy's engine.
+        engine: The strategy's engine, a `SummingEngine`.
         extended: `MultiWorkerMirroredExtended` whose replica this is.
         batch: `Batch` that the function gets, or None if its fraction is not known.
 
     Attributes:
         recording: Whether it notes which variables the replica changes by itself.
         alone: Whether gradients are the replica's own, to be applied as they are.
+        sums: The engine, as what sums gradients.
         tape: `TapeGradients` of the step.
         is_eager: Whether it is run, and not traced.
         has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
@@ -49,17 +51,18 @@ class MirroredReplicaStep(ReplicaStep):
     """
 
     can_sum = True
-    engine: Any
 
     def __init__(
-        self, engine: Any, extended: MultiWorkerMirroredExtended, batch: batches.Batch | None = None
+        self,
+        engine: Engine,
+        extended: MultiWorkerMirroredExtended,
+        batch: batches.Batch | None = None,
     ) -> None:
         super().__init__(engine)
         self._extended = extended
         self._graph, self.is_eager = ops.get_default_graph(), tf.executing_eagerly()
-        self.tape = TapeGradients(
-            self, getattr(engine, "sum_parts", None), getattr(engine, "sums_eagerly", True)
-        )
+        self.sums = cast(SummingEngine, engine)
+        self.tape = TapeGradients(self, self.sums.sum_parts, self.sums.sums_eagerly)
         # Variables whose gradients an optimizer is given as those of the global batch, by ids.
         self.whole: frozenset[int] = frozenset()
         # Whether the sums that an optimizer makes are those of what the tape gave.

@@ -68,6 +68,17 @@ class TapedStep(Protocol):
     def zero_if_empty(self, tensors: list[Any]) -> list[Any]: ...
 
 
+class SummingEngine(Protocol):
+    """Engine that sums the gradients of its replicas: an `AllReduceEngine`."""
+
+    @property
+    def sums_eagerly(self) -> bool: ...
+
+    def sum_parts(self, parts: Any, variables: Any, optimizer: Any) -> list[Any]: ...
+
+    def on_padded_batch(self, batch: Any, padded: Any) -> None: ...
+
+
 class TapeGradients:
     """The gradients that the tape has given in one replica's step.
 
@@ -80,10 +91,7 @@ class TapeGradients:
     """
 
     def __init__(
-        self,
-        step: TapedStep,
-        sum_parts: Callable[..., Any] | None,
-        sums_eagerly: bool = True,
+        self, step: TapedStep, sum_parts: Callable[..., Any], sums_eagerly: bool = True
     ) -> None:
         self._step, self._sum_parts, self._sums_eagerly = step, sum_parts, sums_eagerly
         self._calls: list[stand_ins.TapeCall] = []
@@ -235,7 +243,6 @@ class TapeGradients:
     def _sum(
         self, call: stand_ins.TapeCall, optimizer: keras.optimizers.Optimizer | None = None
     ) -> None:
-        assert self._sum_parts is not None
         outer, self._is_summing = self._is_summing, True
         try:
             with call.graph_context():

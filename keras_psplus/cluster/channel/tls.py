@@ -9,7 +9,6 @@ import dataclasses
 import os
 import socket
 import ssl
-from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
 from keras_psplus.cluster.channel import grpc_module
@@ -37,14 +36,14 @@ class Tls:
     name: str | None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
+    def from_env(cls) -> Self | None:
         """Reads the files that the environment names; None if it names none.
 
         Raises:
             ClusterConfigError: If one is missing, cannot be read, or does not go with the others.
         """
-        paths = {name: environ.get(name, "") for name in (CERT, KEY, CA)}
-        given = {**paths, NAME: environ.get(NAME, "")}
+        paths = {name: os.environ.get(name, "") for name in (CERT, KEY, CA)}
+        given = {**paths, NAME: os.environ.get(NAME, "")}
         received = "Received: " + ", ".join(f"{name}={text}" for name, text in given.items())
         if not any(given.values()):
             return None

@@ -64,8 +64,7 @@ def _lead(
     try:
         while missing := [name for name in others if name not in listener.callers_from]:
             wait.pause(
-                listener.changed.wait,
-                f"{', '.join(missing)} to call{listener.note_of_strangers()}",
+                listener.changed.wait, f"{', '.join(missing)} to call{listener.note_of_strangers()}"
             )
             listener.changed.clear()
         hosts = (host, *(listener.callers_from[name] for name in others))

@@ -19,7 +19,7 @@ _MAX_FRAMES = 3
 @dataclasses.dataclass
 class _State:
     installed: bool = False
-    frames: tuple | None = None  # the user's frames of the call, innermost last
+    frames: tuple[Any, ...] | None = None  # the user's frames of the call, innermost last
 
 
 _state = _State()

@@ -1,11 +1,13 @@
 """Settings of TensorFlow and of libraries below it, applied before communication starts."""
 
 import contextlib
+import functools
 import os
+import signal
 
 import tensorflow as tf
 
-from keras_psplus.cluster.process import forks, memory
+from keras_psplus.cluster.process import memory
 from keras_psplus.tf_internals import config_pb2, context
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -32,7 +34,7 @@ def tune() -> None:
     by `GRPC_EXPERIMENTS` or by the variables of `memory.keep_freed_memory`, are kept.
     """
     memory.keep_freed_memory()
-    forks.end_by_sigterm()
+    _end_forks_by_sigterm()
     os.environ.setdefault(_EXPERIMENTS, _SELDOM_WOKEN)
     if len(os.sched_getaffinity(0)) == 1:
         _sleep_at_once()
@@ -75,3 +77,20 @@ def _sleep_at_once() -> None:
         config.CopyFrom(runtime._config)
     config.experimental.disable_thread_spinning = True
     runtime._config = config
+
+
+@functools.cache
+def _end_forks_by_sigterm() -> None:
+    """Has processes forked from now on treat SIGTERM as they would without a cluster.
+
+    TensorFlow's coordination service installs a handler in C that notes SIGTERM and goes on. Forked
+    processes inherit it without the thread that reads the note: `terminate()` would not end them,
+    and a `join` of them (by a pool of Keras's `PyDataset`, or the script's) would never return.
+    """
+    os.register_at_fork(after_in_child=_restore_sigterm)
+
+
+def _restore_sigterm() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None:  # as the process that started Python has set it
+        signal.signal(signal.SIGTERM, handler)

@@ -22,6 +22,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 # Name of a module by which a process knows that it has started so, and in which environment.
@@ -29,7 +30,7 @@ WARM_START = "keras_psplus_warm_start"
 _FILE = io.IOBase.__mro__[1]
 
 
-def serve(connection: socket.socket) -> tuple[dict, list[int]]:
+def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Forks for each request and returns it in the fork; ends when the connection does."""
     while True:
         size, files, _, _ = socket.recv_fds(connection, 8, 3)
@@ -56,7 +57,7 @@ def serve(connection: socket.socket) -> tuple[dict, list[int]]:
         os.close(reading)
 
 
-def become(request: dict, files: list[int], set_by_modules: dict[str, str]) -> None:
+def become(request: dict[str, Any], files: list[int], set_by_modules: dict[str, str]) -> None:
     """Makes this process what was asked for, but for the script.
 
     Args:

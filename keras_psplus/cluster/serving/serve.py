@@ -19,17 +19,18 @@ from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.serving.leaving import Departure
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.errors import ChiefLostError
+from keras_psplus.errors import ChiefLostError as ChiefLostError
 
 _POLL = 0.5
 _GREETING_TIMEOUT = 2.0
+_CHIEF_GONE = 5.0  # seconds without a connection after which the chief has ended
 _RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
 
 
 def serve(
     config: TaskConfig,
     startup_timeout: float = 300.0,
-    chief_gone: float = 5.0,
+    chief_gone: float = _CHIEF_GONE,
     log: Callable[[str], None] | None = None,
     may_leave: bool = False,
 ) -> tf.distribute.Server:
@@ -173,19 +174,18 @@ def outlive(
     log(f"{leader} has ended, {config.name} ends")
 
 
-def wait_for_end_of_chief(config: TaskConfig, chief_gone: float = 5.0) -> None:
+def wait_for_end_of_chief(config: TaskConfig) -> None:
     """Waits until the chief (worker 0, if there is none) has started and has ended.
 
     For a process beside the cluster, which receives no shutdown message.
 
     Args:
         config: The `TaskConfig` of this process.
-        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
     """
     address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
     while not handshake.tensorflow_responds(address, _GREETING_TIMEOUT):
         time.sleep(_POLL)
-    _outlive(address, lambda: chief_gone)
+    _outlive(address, lambda: _CHIEF_GONE)
 
 
 def _outlive(address: str, chief_gone: Callable[[], float]) -> None:

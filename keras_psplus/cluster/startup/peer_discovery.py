@@ -61,11 +61,7 @@ class PeerDiscovery:
         return set(self._missing)
 
     def call(
-        self,
-        started: float,
-        timeout: float,
-        log: Callable[[str], None],
-        spare_workers: int = 0,
+        self, started: float, timeout: float, log: Callable[[str], None], spare_workers: int = 0
     ) -> None:
         """Returns when all have answered.
 

@@ -47,12 +47,7 @@ _SAID = {
 }
 
 
-def end(
-    engine: StrategyEngine,
-    original: Callable[..., Any],
-    callback: keras.callbacks.BackupAndRestore,
-    logs: dict[str, Any] | None = None,
-) -> Any:
+def end(engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore) -> None:
     """Deletes what `fit` no longer needs, if the callback is to.
 
     The training has ended: nothing that fails from here on may have it done again.
@@ -63,15 +58,15 @@ def end(
         found = json.loads(json.dumps([history.epoch, history.history], default=float))
         progress.call.has_ended, progress.call.history = True, found
     if not progress.is_saving:
-        return None
+        return
     if not engine.strategy.is_chief:
         # On a disk that is shared, the chief deletes everything, when it no longer counts.
         if deletes and not file_utils.exists(callback._weights_path):
             engine.worker_files.delete(callback.backup_dir)
-        return None
+        return
     if not deletes:
         engine.backup_writer.finish()
-        return None
+        return
     try:
         engine.backup_writer.finish()
         kept = ended_backups.keep(callback.backup_dir)
@@ -85,7 +80,6 @@ def end(
             "the same script will resume from it. Received: %s",
             error,
         )
-    return None
 
 
 def save(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keras_psplus.updates import Updates
 
 
-def check_has_updates(updates: Any) -> None:
+def check_has_updates(updates: Updates | None) -> None:
     """Raises ValueError if a strategy has no `updates`, None."""
     if updates is None:
         raise ValueError(

@@ -59,7 +59,9 @@ def gradient_of_own_mean(call: Call) -> Any:
     return call.proceed(output_gradients=seeds)
 
 
-def note_gradients(call: Call, grads: Any, step: Any, note: Callable[..., list[Any]]) -> Any:
+def note_gradients(
+    call: Call, grads: Any, step: ReplicaStep, note: Callable[..., list[Any]]
+) -> Any:
     """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:

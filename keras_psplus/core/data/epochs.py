@@ -8,12 +8,13 @@ each epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from keras_psplus.core.data import unknown_length
 from keras_psplus.keras_internals.keras_parts import epoch_iterator
 
 if TYPE_CHECKING:
+    from keras_psplus.core.strategy_engine import StrategyEngine
     from keras_psplus.engine import Call
 
 
@@ -29,9 +30,10 @@ def make_without_data(call: Call) -> Any:
 def begin(call: Call) -> Any:
     """Begins to iterate, and skips what was trained before."""
     result = call.proceed()
-    before = call.engine.progress.begin_iteration(call.owner)
+    engine = cast("StrategyEngine", call.engine)
+    before = engine.progress.begin_iteration(call.owner)
     if before is not None:
-        call.engine.skip_data(call.owner, *before)
+        engine.skip_data(call.owner, *before)
     return result
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.core.base.compilation_count import CompilationCount
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph import xla_operations
 from keras_psplus.core.graph.compiled_function import CompiledFunction, why_not_given
 from keras_psplus.core.graph.model_segments import Segment, split
@@ -31,12 +31,8 @@ from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
 
 _COMPILED, _AS_IT_IS = "compiled", "as it is"
-_local = threading.local()
-
-
-def current() -> tuple[Any, CompiledCalls] | None:
-    """Engine and compiler of the step that this thread traces outside of a `ReplicaStep`."""
-    return getattr(_local, "current", None)
+# Engine and compiler of the step that this thread traces outside of a `ReplicaStep`.
+current: ThreadValue[tuple[Engine, CompiledCalls]] = ThreadValue()
 
 
 @contextlib.contextmanager
@@ -91,14 +87,9 @@ class CompiledCalls:
         """Whether what XLA is to compile is traced just now, by this thread."""
         return bool(self._is_inside)
 
-    @contextlib.contextmanager
-    def of_this_thread(self, engine: Engine) -> Iterator[None]:
+    def of_this_thread(self, engine: Engine) -> AbstractContextManager[Any]:
         """Context in which this thread traces a step of a strategy's engine."""
-        outer, _local.current = current(), (engine, self)
-        try:
-            yield
-        finally:
-            _local.current = outer
+        return current.being((engine, self))
 
     def takes(self, layer: keras.Layer) -> bool:
         """Whether a call of a layer is to be compiled."""

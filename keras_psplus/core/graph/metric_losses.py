@@ -87,7 +87,9 @@ def _graph_of(tensor: tf.Tensor) -> tf.Graph | None:
     return getattr(tensor, "graph", None) if hasattr(tensor, "op") else None
 
 
-def update_state(losses: MetricLosses, metric: keras.metrics.Metric, update: Any) -> Any:
+def update_state(
+    losses: MetricLosses, metric: keras.metrics.Metric, update: Callable[..., Any]
+) -> Callable[..., Any]:
     """A metric's method `update_state`, in whose call losses are local.
 
     Args:

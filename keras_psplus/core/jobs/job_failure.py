@@ -1,4 +1,8 @@
-"""Exit of a chief whose job has lost a task that holds variables."""
+"""Exit of a chief whose job has lost a task that holds variables.
+
+Nobody else runs the script there, so that there is no peer to tell and to wait for, as a worker
+has under all-reduce (`failure.py`).
+"""
 
 import atexit
 import os

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from keras_psplus.callbacks import step_report
 from keras_psplus.cluster import roles
 from keras_psplus.core.base import checks
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
 from keras_psplus.engine import Call, Engine, answers
@@ -70,6 +70,7 @@ class OutsideScope(Engine):
 
 def load(call: Call) -> Any:
     """Compiles a model with what its file says."""
+    assert isinstance(call.engine, OutsideScope)
     with call.engine.loading.raised():
         return call.proceed()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.core.state.worker_state import WorkerState
+    from keras_psplus.core.strategy_engine import StrategyEngine
 
 
 class StateDicts:
     """Base class of strategies with state of workers; their engines have `worker_state`."""
 
-    engine: Any
+    @property
+    def engine(self) -> StrategyEngine:
+        """Engine of the strategy."""
+        raise NotImplementedError
 
     def state_dict(self, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
         """Returns what workers keep from step to step for an optimizer.

@@ -33,10 +33,7 @@ def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
 
 
 def begin(
-    servers: Servers,
-    tables: Iterable[Table],
-    directory: str,
-    chain: Sequence[dict[str, Any]] = (),
+    servers: Servers, tables: Iterable[Table], directory: str, chain: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """Has all servers begin to write their rows of tables as they are now.
 

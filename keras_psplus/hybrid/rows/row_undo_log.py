@@ -51,7 +51,6 @@ class RowUndoLog:
             lock: `tf.CriticalSection` of whatever changes the table.
             encode: Function of rows and a step that compresses rows.
         """
-
         signature = [tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)]
 
         @tf.function(input_signature=signature, autograph=False)

@@ -120,11 +120,7 @@ class ServerFiles:
         return self._marks.get((directory, follows[-1]), {}) if follows else {}
 
     def load(
-        self,
-        directory: str,
-        stems: Sequence[str],
-        servers: int,
-        tables: Sequence[Sequence[int]],
+        self, directory: str, stems: Sequence[str], servers: int, tables: Sequence[Sequence[int]]
     ) -> None:
         """Reads this server's rows of tables.
 

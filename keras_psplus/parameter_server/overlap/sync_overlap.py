@@ -122,6 +122,7 @@ class OverlapPlanner:
             generation: Number of the functions, which no others share.
             trace: Function that traces the step once more, with `begin`.
         """
+        assert step.replica_step is not None
         undo = Undo(_updated_by(added), self._prefix, self._on_chief)
         written = undo.handles
         whole = [
@@ -179,11 +180,12 @@ def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -
     )
     if not same:
         return "it does not take the same way each time that it is traced"
+    assert on_copies.replica_step is not None
     late = on_copies.replica_step.first_hand_over
     graph = on_copies.concrete.graph
     order = {op: i for i, op in enumerate(graph.get_operations())}
     for op, handle in _uses(graph):
-        if id(handle) in written and (op.type not in _GATHERS or order[op] > late):
+        if id(handle) in written and (op.type not in _GATHERS or late is None or order[op] > late):
             return (
                 f"it reads a variable by {op.type} ({op.name}) that is updated meanwhile: in a "
                 "branch, a loop or a tf.function of its own, or after the optimizer's turn"

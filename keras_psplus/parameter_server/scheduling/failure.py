@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from keras_psplus.cluster.config import split_address
+from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.log import logger
-
-_CONNECT_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -41,6 +38,9 @@ def translate_errors(server_addresses: Callable[[], Sequence[str]]) -> Iterator[
 class WorkerWatch:
     """Gives the workers up after a while in which none of them could be reached.
 
+    A host that accepts a connection is enough, where `stalls.unresponsive_tasks` wants an answer:
+    a worker that is only stopped may go on, and a stall warning names it.
+
     Args:
         addresses: Addresses of the workers, in order.
         timeout: Seconds to wait for one to come back.
@@ -52,7 +52,7 @@ class WorkerWatch:
 
     def check_workers(self) -> None:
         """Raises WorkersLostError once no worker has been reachable for the timeout."""
-        if any(_reachable(address) for address in self._addresses):
+        if any(map(handshake.listens, self._addresses)):
             self._gone_since = None
             return
         now = time.monotonic()
@@ -70,11 +70,3 @@ class WorkerWatch:
             named,
             self._timeout - (now - self._gone_since),
         )
-
-
-def _reachable(address: str) -> bool:
-    try:
-        socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True

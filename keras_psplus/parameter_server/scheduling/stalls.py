@@ -1,4 +1,8 @@
-"""Detection of closures that do not return, and of other answers that are overdue."""
+"""Detection of closures that do not return, and of other answers that are overdue.
+
+Other strategies' probes know one wait at a time, the present step; a chief has a closure under way
+on each worker.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 
-class StallProbe:
+class StallProbe(stalls.StallProbe):
     """Probe of `stalls.Inspector` on the chief.
 
     Args:
@@ -26,14 +30,14 @@ class StallProbe:
     def __init__(
         self, queue: ClosureQueue, progress: Progress, spec: Mapping[str, Sequence[str]]
     ) -> None:
-        self._queue, self._progress = queue, progress
+        super().__init__("chief-0", progress)
+        self._queue = queue
         self._workers, self._servers = (
             {f"{job}-{i}": address for i, address in enumerate(spec[job])}
             for job in ("worker", "ps")
         )
 
     def look(self) -> dict[Any, PendingWait]:
-        """Waits that are pending at present, by closure or call."""
         # Of several closures that a worker has under way, the first one.
         oldest: dict[int | None, Any] = {}
         for closure in self._queue.closures:
@@ -48,11 +52,8 @@ class StallProbe:
             )
             for closure in oldest.values()
         }
-        at = self._progress.at
-        if at is not None and not waits:
-            # Its own calls wait for answers, too, also for those to what it has sent before.
-            waits[self._progress.entered] = PendingWait(f"chief-0 at {at}", self._of_call)
-        return waits
+        # Its own calls wait for answers, too, also for those to what it has sent before.
+        return waits or dict(super().look())
 
     def _of_closure(self, worker: str) -> str:
         asked = {worker: self._workers[worker], **self._servers}
@@ -71,7 +72,7 @@ class StallProbe:
             missing = f"{worker}, which answers: it is slow, or has no data"
         return f"the closure; not arrived: {missing}"
 
-    def _of_call(self) -> str:
+    def describe(self, entered: int) -> str:
         lost = {f"worker-{index}" for index in self._queue.lost}
         there = {name: a for name, a in self._workers.items() if name not in lost}
         silent = stalls.unresponsive_tasks({**there, **self._servers})

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 
+if TYPE_CHECKING:
+    from keras_psplus.core.distributed_engine import DistributedEngine
+
 
 def compiled_step(
-    engine: Any, model: keras.Model, step_function: Callable[..., Any]
+    engine: DistributedEngine, model: keras.Model, step_function: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A step function whose calls of models are compiled, if the model is compiled so.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +35,15 @@ from keras_psplus.parameter_server.transport.pulls import Pulls, current_pulls
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
     from keras_psplus.parameter_server.tracing.traffic import CallCosts, TrafficTotals
+    from keras_psplus.parameter_server.transport.pulls import WholeRead
+
+
+class TracedShare(Protocol):
+    """Worker's share of a global step, once it is traced: a `WorkerReplicaStep`."""
+
+    handed_over: list[Any]
+    first_hand_over: int | None
+    whole_reads: list[WholeRead]
 
 
 class TracedStep(NamedTuple):
@@ -46,7 +56,7 @@ class TracedStep(NamedTuple):
         notes: What `collect` noted while the function was traced.
         costs: What a call costs, a `traffic.TrafficSummary`.
         may_overlap: Whether a worker may run it beside another call of it.
-        replica_step: What the context of tracing was, or None.
+        replica_step: What the context of tracing was; None for steps of one worker alone.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
 
@@ -56,7 +66,7 @@ class TracedStep(NamedTuple):
     notes: Any
     costs: TrafficSummary
     may_overlap: bool
-    replica_step: Any
+    replica_step: TracedShare | None
     origin: Any
 
     def split(self, vector: np.ndarray | tf.Tensor) -> list[np.ndarray]:
@@ -92,13 +102,15 @@ class StepFunctions:
         step: Callable[..., Any],
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
-        replica_step: Callable[[tf.Tensor], Any] | None = None,
+        replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare]] | None = None,
         overlap: bool = False,
         begin: Callable[[Pulls], None] = lambda pulls: None,
     ) -> None:
         self._context, self._step, self._collect = context, step, collect
         self._begin = begin
-        self._weights, self._make_replica_step = weights, replica_step or _no_replica_step
+        self._weights = weights
+        self._make_replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare | None]]
+        self._make_replica_step = replica_step or _no_replica_step
         self._overlap = overlap
         self._functions: dict[str, TracedStep] = {}
 
@@ -130,11 +142,13 @@ class StepFunctions:
             self._functions[key] = self._trace(spec, batch_spec)
         return self._functions[key], payload
 
-    def _trace(self, spec, batch_spec):
+    def _trace(self, spec: Any, batch_spec: Any) -> TracedStep:
         self._context.times.note_tracing()
-        variables, overwritten, stay = [], [], set()
+        variables: list[ClosureVariable] = []
+        overwritten: list[ClosureVariable] = []
+        stay: set[Any] = set()
 
-        def worker_function(initial, payload):
+        def worker_function(initial: tf.Tensor, payload: Any) -> tuple[tf.Tensor, Any]:
             with (
                 self._make_replica_step(initial) as replica_step,
                 current_trace.being(Trace(initial)) as trace,
@@ -157,8 +171,8 @@ class StepFunctions:
             return vector, outputs
 
         while True:
-            traced = []
-            written_in_loops = set()
+            traced: list[Any] = []
+            written_in_loops: set[Any] = set()
             function = tf.function(worker_function, autograph=False)
             with self._context.strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
@@ -177,7 +191,7 @@ class StepFunctions:
                 )
             stay |= written_in_loops
 
-    def _pulls(self, stay, counter):
+    def _pulls(self, stay: set[Any], counter: TrafficCounter) -> Pulls:
         """Reads of the function being traced; with overlap, the first ones hold a lock."""
         extended, turn = self._context.extended, None
         if self._overlap:
@@ -186,11 +200,11 @@ class StepFunctions:
         return Pulls(self._weights(), stay, extended.compressors, turn)
 
 
-def _no_replica_step(initial):
+def _no_replica_step(initial: tf.Tensor) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _with_any_batch_size(leaf):
+def _with_any_batch_size(leaf: Any) -> Any:
     if isinstance(leaf, tf.Tensor) and leaf.shape.rank:
         return tf.TensorSpec([None] + leaf.shape.as_list()[1:], leaf.dtype)
     return tf.type_spec_from_value(leaf) if leaf is not None else None

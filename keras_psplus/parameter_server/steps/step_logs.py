@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +11,10 @@ import tensorflow as tf
 from keras_psplus.core.graph import metric_logs
 from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import Trace, current_trace
+
+if TYPE_CHECKING:
+    from keras_psplus.parameter_server.steps.step_functions import TracedStep
+    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 
 class LogNotes(NamedTuple):
@@ -73,12 +77,12 @@ def changes_and_logs(
     return tf.concat([trace.changes(), *parts], 0), (), notes
 
 
-def _can_read(read):
+def _can_read(read: metric_logs.Read) -> bool:
     return read.is_first or read.is_last
 
 
-def _scalars(logs):
-    flat = {}
+def _scalars(logs: Mapping[str, Any] | None) -> dict[str, tf.Tensor]:
+    flat: dict[str, tf.Tensor] = {}
     for name, value in (logs or {}).items():
         if isinstance(value, dict):
             flat.update(_scalars(value))
@@ -96,7 +100,7 @@ class ComputedLogs:
         results: Function of closure variables that returns a flat dict of results of metrics.
     """
 
-    def __init__(self, function: Any, results: Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(self, function: TracedStep, results: Callable[[Any], Mapping[str, Any]]) -> None:
         self._function, self._results = function, results
         self._names: list[str] = []
         origin = tf.function(self._compute, autograph=False)
@@ -119,7 +123,7 @@ class ComputedLogs:
             found = self._concrete(*(tf.constant(one) for one in (totals, before, inputs)))
         return {name: value.numpy() for name, value in zip(self._names, found)}
 
-    def _compute(self, totals, before, inputs):
+    def _compute(self, totals: tf.Tensor, before: tf.Tensor, inputs: tf.Tensor) -> list[tf.Tensor]:
         function, notes = self._function, self._function.notes
         computed = notes.computed
         with current_trace.being(Trace(totals)) as trace:
@@ -138,7 +142,7 @@ class ComputedLogs:
         return [tf.convert_to_tensor(value) for value in found.values()]
 
 
-def _value_of(variables, number, vector):
+def _value_of(variables: Sequence[ClosureVariable], number: int, vector: tf.Tensor) -> tf.Tensor:
     """The value of a closure variable in a vector of all of them."""
     sizes = [variable.shape.num_elements() for variable in variables]
     first, variable = sum(sizes[:number]), variables[number]
@@ -146,6 +150,6 @@ def _value_of(variables, number, vector):
     return tf.cast(value, variable.dtype)
 
 
-def _parts(vector, likes):
+def _parts(vector: tf.Tensor, likes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     parts = tf.split(vector, [like.shape.num_elements() for like in likes]) if likes else []
     return [tf.cast(tf.reshape(p, like.shape), like.dtype) for p, like in zip(parts, likes)]

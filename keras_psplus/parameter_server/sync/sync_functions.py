@@ -138,6 +138,7 @@ class SyncFunctions:
         return _HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step: TracedStep) -> SyncFunction:
+        assert step.replica_step is not None
         push, added = None, step.replica_step.handed_over
         if self._pushes_later:
             push, added = self._make_push(step)
@@ -161,6 +162,7 @@ class SyncFunctions:
         return self._overlapped[key]
 
     def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[_HandedOver]]:
+        assert step.replica_step is not None
         pending, added = step.replica_step.handed_over, list[_HandedOver]()
 
         def push(stamp: tf.Tensor, parts: Any) -> None:

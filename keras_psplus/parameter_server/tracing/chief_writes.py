@@ -6,7 +6,7 @@ callback, a checkpoint or the script assigns between steps.
 
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag
 
 # Raised by a thread while an optimizer is given the sums of a global step.
 applying_sums_flag = ThreadFlag()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
+from keras_psplus.core.base.thread_value import ThreadValue
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -65,9 +65,7 @@ def call(
     return execute.execute_with_cancellation(name, **called, cancellation_manager=cancellation)
 
 
-def with_stacks(
-    concrete: tf.types.experimental.ConcreteFunction,
-) -> AbstractContextManager[None]:
+def with_stacks(concrete: tf.types.experimental.ConcreteFunction) -> AbstractContextManager[None]:
     """Context that adds the lines which made an operation to the error of a call."""
     return atomic_function.InterpolateRuntimeError(concrete.inference_fn)
 

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.communication import Traffic
+from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.log import warn_once
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.transfer_timer import (
     READ,
     SEND,

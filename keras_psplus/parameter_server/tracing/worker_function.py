@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
+from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.tf_internals import context, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import types_core as core

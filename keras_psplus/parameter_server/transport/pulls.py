@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.variable_read import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.chief_writes import writes
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.lookups import lookup

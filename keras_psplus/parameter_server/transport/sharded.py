@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
+from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.parameter_server.transport import pulls, reads
 from keras_psplus.parameter_server.transport.lookups import lookup
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
@@ -18,7 +18,7 @@ from keras_psplus.tf_internals.composite_variable import CompositeVariable
 current_shard: ThreadValue[int] = ThreadValue()
 
 
-class ShardParts(tuple):
+class ShardParts(tuple[Any, ...]):
     """An update's argument that is in parts already, one for each shard."""
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_flag import ThreadFlag
+from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.tracing import worker_function
-from keras_psplus.parameter_server.tracing.thread_value import ThreadValue
 from keras_psplus.parameter_server.updates.all_workers import AllWorkersFunction
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context

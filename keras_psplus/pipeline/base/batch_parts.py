@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
 
 from keras_psplus.core.batch import batches
 from keras_psplus.keras_internals.keras_parts import tree
@@ -20,6 +22,14 @@ class CutBatch(NamedTuple):
 
     rows: int
     leaves: list[Any]
+
+
+class PartNotes(Protocol):
+    """Step that is given a batch in parts while it is traced: a `PipelineStep`."""
+
+    rows: int | None
+
+    def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None: ...
 
 
 def cut(batch: Any, count: int, pipelines: int) -> CutBatch | None:
@@ -47,7 +57,7 @@ def cut(batch: Any, count: int, pipelines: int) -> CutBatch | None:
     return CutBatch(rows, [parts(leaf) for leaf in tree.flatten(batch)])
 
 
-def join(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
+def join(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> Any:
     """The batch again, in a function that is being traced.
 
     Args:

@@ -34,9 +34,9 @@ class LayerCost:
 
     layer: Any
     flops: float = 0.0
-    tensors: list = dataclasses.field(default_factory=list)
+    tensors: list[Any] = dataclasses.field(default_factory=list)
     kept: float = 0.0
-    calls: list = dataclasses.field(default_factory=list)
+    calls: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def parameters(self) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.log import logger
 from keras_psplus.pipeline.split import timing
 from keras_psplus.pipeline.split.costs import LayerCost
-from keras_psplus.pipeline.split.isolated_global_state import isolated_global_state
 from keras_psplus.pipeline.split.timing import Times
 
+_SEED_GENERATOR, _NAMES = "global_seed_generator", "object_name_uids"
 # Seconds after which no other layer is measured.
 _BUDGET = 20.0
 # A step of fewer operations is over before a measurement would be.
@@ -100,7 +103,7 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
 def _of_layer(cost: LayerCost, rows: int, device: str) -> Times:
     if None in cost.calls:
         raise timing.CannotBeTimed("it is called with something else than dense tensors")
-    with isolated_global_state():
+    with _isolated_global_state():
         times = [timing.time_layer_call(cost.layer, call, rows, device) for call in cost.calls]
     return Times(sum(one.forward for one in times), sum(one.backward for one in times))
 
@@ -123,3 +126,26 @@ def _without_names(config: Any) -> Any:
     if isinstance(config, dict):
         return {key: _without_names(value) for key, value in config.items() if key != "name"}
     return [_without_names(one) for one in config] if isinstance(config, (list, tuple)) else config
+
+
+@contextlib.contextmanager
+def _isolated_global_state() -> Iterator[None]:
+    """Context after which seeds and the counters of names are what they were.
+
+    A layer may make layers, or draw numbers of a generator that is made then, in its `call`. What
+    the script makes after this has the names and first values that it has without.
+    """
+    generator = global_state.get_global_attribute(_SEED_GENERATOR)
+    names = global_state.get_global_attribute(_NAMES)
+    had = None if names is None else dict(names)
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+        global_state.set_global_attribute(_SEED_GENERATOR, generator)
+        names = global_state.get_global_attribute(_NAMES)
+        if names is not None:
+            names.clear()
+            names.update(had or {})

@@ -60,15 +60,21 @@ def compiled(
     return found
 
 
-def run_graph(step: Any, call: Call, stages: Stages) -> Any:
+def run_graph(
+    calls: compiled_calls.CompiledCalls,
+    call: Call,
+    stages: Stages,
+    call_on_stage: Callable[..., Any],
+) -> Any:
     """Runs the layers of a functional model, those of a stage in one call.
 
     Args:
-        step: `PipelineStep` in a micro-batch.
+        calls: `CompiledCalls` of the step.
         call: The call of `Function._run_through_graph`.
         stages: The pipeline's stages.
+        call_on_stage: `PipelineStep.call_on_stage`, of a step in a micro-batch.
     """
-    calls, run = step.compiled_calls, call.get("operation_fn")
+    run = call.get("operation_fn")
 
     def kind_of(operation: Any) -> Any:
         layers = operation._flatten_layers() if isinstance(operation, keras.Layer) else []
@@ -87,7 +93,7 @@ def run_graph(step: Any, call: Call, stages: Stages) -> Any:
 
         def on_stage(given: list[tf.Tensor]) -> Any:
             key = "segment", id(segment)
-            return step.call_on_stage(segment.kind, plain, segment.operations, (given,), {}, key)
+            return call_on_stage(segment.kind, plain, segment.operations, (given,), {}, key)
 
         try:
             segment.run(found, on_stage)

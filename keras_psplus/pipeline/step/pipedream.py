@@ -103,11 +103,7 @@ class PipeDreamFunction:
     """
 
     def __init__(
-        self,
-        engine: DistributedEngine,
-        context: PipelineContext,
-        model: keras.Model,
-        divides: bool,
+        self, engine: DistributedEngine, context: PipelineContext, model: keras.Model, divides: bool
     ) -> None:
         self._engine, self._context = engine, context
         self._model, self._progress = model, engine.strategy.progress

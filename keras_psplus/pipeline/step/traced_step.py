@@ -82,9 +82,9 @@ class PipelineStep(ReplicaStep):
     ) -> None:
         super().__init__(engine)
         self._count, self._order, self.rows = count, order, rows
-        self._stages, devices = context.stages, context.stages.all_devices
+        self.stages, devices = context.stages, context.stages.all_devices
         self.over_pipelines = PipelineSums(context.copies, trains)
-        self._part: Microbatch | None = None
+        self.part: Microbatch | None = None
         self._is_on_stage, self._recompute = False, trains and engine.strategy.recompute
         # By stage and micro-batch, and that of the layer that is called just now.
         self._replays: dict[tuple[int, int], StageReplay] = {}
@@ -96,8 +96,8 @@ class PipelineStep(ReplicaStep):
         self.updates: list[Update] | None = None
         self.traced: list[schedule.Actions] = [[] for _ in devices]
         # The last tensors of each action, and what it has to wait for, by worker.
-        self._done: list[dict[tuple[str, int], list[tf.Tensor]]] = [{} for _ in devices]
-        self._before: list[dict[tuple[str, int], list[tuple[str, int]]]] = [{} for _ in devices]
+        self.done: list[dict[tuple[str, int], list[tf.Tensor]]] = [{} for _ in devices]
+        self.before: list[dict[tuple[str, int], list[tuple[str, int]]]] = [{} for _ in devices]
         # By worker and micro-batch; those of a branch or a loop are left out.
         self._backward: dict[tuple[int, int], BackwardOperations]
         self._backward = collections.defaultdict(BackwardOperations)
@@ -107,25 +107,25 @@ class PipelineStep(ReplicaStep):
 
     @property
     def has_batch_fraction(self) -> bool:
-        return self._part is not None
+        return self.part is not None
 
     def batch_fraction(self) -> Any:
-        assert self._part is not None
-        return self._part.fraction
+        assert self.part is not None
+        return self.part.fraction
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         return value / tf.cast(self.batch_fraction(), value.dtype)
 
     def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors over the micro-batches, the later of which are yet to be traced."""
-        assert self._part is not None
+        assert self.part is not None
         stand_ins = []
         for tensor in tensors:
             stand_ins.append(tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape))
-            if self._part.sums == len(self._sums):
+            if self.part.sums == len(self._sums):
                 self._sums.append([])
-            self._sums[self._part.sums].append((stand_ins[-1], tensor))
-            self._part.sums += 1
+            self._sums[self.part.sums].append((stand_ins[-1], tensor))
+            self.part.sums += 1
         return stand_ins
 
     def finish_sums(self) -> None:
@@ -143,12 +143,12 @@ class PipelineStep(ReplicaStep):
             rows: Rows of the batch; None if that is not known, and it is not cut.
             layer: The layer that is called with them.
         """
-        pipelines, stages = self._stages.pipelines, len(self._stages.devices)
+        pipelines, stages = self.stages.pipelines, len(self.stages.devices)
         bounds = microbatches.bounds(rows or 1, self._count * pipelines)
         if self._order is not None:
             counts = [len(range(i, len(bounds), pipelines)) for i in range(pipelines)]
             actions = [of_stage for count in counts for of_stage in self._order(stages, count)]
-            self._before = [schedule.before(of_stage) for of_stage in actions]
+            self.before = [schedule.before(of_stage) for of_stage in actions]
         reads = self.over_pipelines.reads(layer)
         return [
             Microbatch(self, number, first, end, (end - first) / (rows or 1), reads)
@@ -174,7 +174,7 @@ class PipelineStep(ReplicaStep):
 
     def note_changed(self, copied: Copied) -> None:
         """Notes that the step gives a variable a value that pipelines have copies of."""
-        self.over_pipelines.note_changed(copied, in_microbatch=self._part is not None)
+        self.over_pipelines.note_changed(copied, in_microbatch=self.part is not None)
 
     def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None:
         """Notes the micro-batches of a part of the batch, which have come by themselves."""
@@ -223,9 +223,9 @@ class PipelineStep(ReplicaStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a layer, in micro-batches or on its stage."""
-        if self._part is None:
+        if self.part is None:
             return self._in_microbatches(original, layer, (args, kwargs))
-        stage = None if self._is_on_stage else self._stages.of(layer)
+        stage = None if self._is_on_stage else self.stages.of(layer)
         if stage is None:
             return losses.call_layer(original, layer, *args, **kwargs)
 
@@ -260,8 +260,8 @@ class PipelineStep(ReplicaStep):
                 self._is_on_stage = False
 
         args, kwargs = tree.map_structure(_in_graph, (args, kwargs))
-        assert self._part is not None
-        part, device = self._part, self._stages.device(stage, self._part.pipeline)
+        assert self.part is not None
+        part, device = self.part, self.stages.device(stage, self.part.pipeline)
         call, replay, compiled = on_stage, None, None
         if self._recompute:
             replay = self._replays.setdefault((stage, part.number), StageReplay())
@@ -292,11 +292,11 @@ class PipelineStep(ReplicaStep):
     def run_graph(self, call: Call) -> Any:
         """Runs a functional model; the layers of a stage as one function, if compiled."""
         compiled = self.compiled_calls
-        if compiled is None or self._recompute or self._part is None:
+        if compiled is None or self._recompute or self.part is None:
             return call.proceed()
         if self._is_on_stage:
             return compiled.run_graph(call) if compiled.is_tracing else call.proceed()
-        return compiled_stages.run_graph(self, call, self._stages)
+        return compiled_stages.run_graph(compiled, call, self.stages, self.call_on_stage)
 
     def _call_to_repeat(
         self,
@@ -308,11 +308,11 @@ class PipelineStep(ReplicaStep):
         **kwargs: Any,
     ) -> Any:
         def in_microbatch(*args: Any, **kwargs: Any) -> Any:
-            outer, self._part, self._replay = self._part, part, replay
+            outer, self.part, self._replay = self.part, part, replay
             try:
                 return function(*args, **kwargs)
             finally:
-                self._part, self._replay = outer, None
+                self.part, self._replay = outer, None
 
         return replay.call(layer, in_microbatch, args, kwargs)
 

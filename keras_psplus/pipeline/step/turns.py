@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.replicas.copies import Reads
+
+
+class TurnStep(Protocol):
+    """Step while it is traced, as its micro-batches and actions see it: a `PipelineStep`.
+
+    Attributes:
+        stages: Stages of layers.
+        part: The micro-batch that is traced, or None.
+        activations: Tensors that other stages may need.
+        traced: For each worker, its actions so far.
+        done: For each worker, the last tensors of each action.
+        before: For each worker, the actions that one waits for.
+    """
+
+    stages: Stages
+    part: Microbatch | None
+    activations: list[tf.Tensor]
+    traced: list[schedule.Actions]
+    done: list[dict[tuple[str, int], list[tf.Tensor]]]
+    before: list[dict[tuple[str, int], list[tuple[str, int]]]]
+
+    def note_backward(
+        self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
+    ) -> None: ...
 
 
 class Microbatch:
@@ -31,7 +56,7 @@ class Microbatch:
     """
 
     def __init__(
-        self, step: Any, number: int, first: int, end: int, fraction: float, reads: list[Reads]
+        self, step: TurnStep, number: int, first: int, end: int, fraction: float, reads: list[Reads]
     ) -> None:
         self._step = step
         self.number, self.first, self.end, self.fraction = number, first, end, fraction
@@ -41,11 +66,11 @@ class Microbatch:
 
     def __enter__(self) -> Microbatch:
         self.reads.__enter__()
-        self._step._part = self
+        self._step.part = self
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._step._part = None
+        self._step.part = None
         self.reads.__exit__(*exc)
 
 
@@ -62,9 +87,9 @@ class StageAction:
         direction: `schedule.FORWARD` or `schedule.BACKWARD`.
     """
 
-    def __init__(self, step: Any, stage: int, part: Microbatch, direction: str) -> None:
+    def __init__(self, step: TurnStep, stage: int, part: Microbatch, direction: str) -> None:
         self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
-        self._worker = part.pipeline * len(step._stages.devices) + stage
+        self._worker = part.pipeline * len(step.stages.devices) + stage
         self._of_inputs: list[tf.Tensor] = []
 
     def __enter__(self) -> StageAction:
@@ -84,7 +109,7 @@ class StageAction:
         return self._context.__exit__(*exc)
 
     def _tensors_before(self) -> Iterator[tf.Tensor]:
-        traced, done = self._step.traced[self._worker], self._step._done[self._worker]
+        traced, done = self._step.traced[self._worker], self._step.done[self._worker]
         direction = self._action[0]
         last = next((one for one in reversed(traced) if one[0] == direction), None)
         if last == self._action:
@@ -92,7 +117,7 @@ class StageAction:
         traced.append(self._action)
         if direction == schedule.BACKWARD:
             return
-        wanted = {last, *self._step._before[self._worker].get(self._action, ())}
+        wanted = {last, *self._step.before[self._worker].get(self._action, ())}
         for action in sorted(wanted - {None}):
             yield from done.get(action, ())
 
@@ -101,4 +126,4 @@ class StageAction:
         self._step.activations += activations
         self._of_inputs = activations
         if tensors:
-            self._step._done[self._worker][self._action] = list(tensors)
+            self._step.done[self._worker][self._action] = list(tensors)

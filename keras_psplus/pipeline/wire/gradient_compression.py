@@ -33,7 +33,7 @@ class GradientCompression:
     def __init__(self, compressor: Compressor, residuals: Residuals, model: keras.Model) -> None:
         self._compressor, self._residuals = with_error_feedback(compressor), residuals
         optimizer, self._scale = getattr(model, "optimizer", None), None
-        self._step: Any = tf.constant(0, tf.int64)
+        self._step: tf.Tensor = tf.constant(0, tf.int64)
         if optimizer is not None and optimizer.built:
             self._step = tf.cast(optimizer.iterations.value, tf.int64)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and optimizer.built:

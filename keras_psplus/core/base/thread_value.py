@@ -1,4 +1,4 @@
-"""A value that one thread has for as long as a context lasts."""
+"""Values and flags that one thread has for as long as a context lasts."""
 
 import contextlib
 import threading
@@ -25,3 +25,26 @@ class ThreadValue(Generic[T]):
             yield value  # type: ignore[misc]
         finally:
             self._local.value = outer
+
+
+class ThreadFlag:
+    """False, except in threads that are in one of its contexts.
+
+    Example:
+
+    ```python
+    saving = ThreadFlag()
+    with saving.raised():
+        assert saving
+    ```
+    """
+
+    def __init__(self) -> None:
+        self._value = ThreadValue[bool]()
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
+
+    def raised(self) -> contextlib.AbstractContextManager[bool]:
+        """Context in which it is true for this thread."""
+        return self._value.being(True)
