@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.topology.levels import Hop
     from keras_psplus.all_reduce.topology.part_routes import Route
     from keras_psplus.engine import Variables
-
-# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
-_UNDER_WAY = 2
 
 
 class PartExchange:
@@ -88,7 +84,7 @@ class PartExchange:
         sent, done = list[tf.Tensor](), list[tf.Tensor]()
         for own in self._buckets(tensors, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with _behind(done):
+            with gradients.behind(done):
                 rows = shards.rows_of([tensors[i] for i in own], of_own)
             if compressor is None:
                 row = self._route.scatter(rows)
@@ -120,7 +116,7 @@ class PartExchange:
         done: list[tf.Tensor] = []
         for own in self._buckets(parts, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with _behind(done):
+            with gradients.behind(done):
                 if compressor is None:
                     row = shards.row_of([parts[i].value() for i in own])
                     rows = self._route.gather(row)
@@ -206,14 +202,6 @@ class PartExchange:
         if not isinstance(compressor, ErrorFeedback):
             return name, ()
         return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
-
-
-def _behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
-    """Context of a bucket's operations, which wait until few buckets are under way.
-
-    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
-    """
-    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
 
 
 def compressor_of(chooser: Compressor | None, variable: Any) -> Compressor | None:

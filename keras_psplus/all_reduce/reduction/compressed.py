@@ -100,7 +100,7 @@ class CompressedSum:
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent: list[tf.Tensor] = []
+        sent, done = list[tf.Tensor](), list[tf.Tensor]()
         averages = any(_route(compressors[i], grads[i]) == ("mean",) for i in dense)
         most_rows = self._most_rows([(numbers[i], compressors[i], grads[i]) for i in dense])
         for (route, *_), places in gradients.buckets(
@@ -117,8 +117,9 @@ class CompressedSum:
             sum_bucket = getattr(self, f"_{route}")
             if route == "factors":
                 sum_bucket = functools.partial(sum_bucket, most_rows=most_rows)
-            totals, counted, *own = sum_bucket(bucket, step)
-            sent = own or sent
+            with gradients.behind(done if route == "sum" else []):
+                totals, counted, *own = sum_bucket(bucket, step)
+            sent, done = own or sent, [*done, totals[-1]]
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
