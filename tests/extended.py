@@ -14,6 +14,8 @@ TESTS = {
     "sharding/test_options.py": [
         "test_accumulated_updates_equal_those_of_one_process[all-*",
         "test_groups_of_two_of_four_workers_equal_one_process[all]",
+        *("test_parts_along_a_topology_equal_one_process[all-*", "*[optimizer-groups1]"),
+        "test_what_goes_between_groups_is_compressed[groups1]",
     ],
     "core/test_slow_task.py": ["test_all_reduce[compute]", "test_a_slow_link"],
     "multi_process/test_equals_one_process.py": [

@@ -90,6 +90,7 @@ class PartExchange:
                 row = self._route.scatter(rows)
             else:
                 # Processors that encode this before the last is on its way leave the link idle.
+                rows = self._route.scatter_within(rows)
                 rows = gradients.after(sent, tf.cast(rows, tf.float32))
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
@@ -123,6 +124,7 @@ class PartExchange:
                 else:
                     row = shards.row_of([parts[i].change() for i in own])
                     rows = self._gather(compressor, row, [numbers[i] for i in own], step)
+                    rows = self._route.gather_within(tf.cast(rows, parts[own[0]].dtype))
             wholes = shards.wholes_of(rows, of_own)
             done.append(wholes[-1])
             for i, whole in zip(own, wholes):
@@ -199,6 +201,8 @@ class PartExchange:
     ) -> tuple[str, Any]:
         """Name and value of a bucket's state, which another number of workers cannot use."""
         name = f"{route} {zlib.crc32(repr(list(numbers)).encode()):08x} of {self._route.size}"
+        if self._route.group_size > 1:
+            name += f" of {self._route.workers}"
         if not isinstance(compressor, ErrorFeedback):
             return name, ()
         return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
@@ -229,5 +233,8 @@ def entries_of(
             size = compressor.wire_bytes(tuple(variable.shape), dtype)
             each, name = compressor.row_bytes((width,), dtype), repr(compressor)
         whole, size = (whole, size) if is_gradient else (0, 0)
-        entries.append(TensorTraffic(variable.path, name, whole, size, (route.size - 1) * each))
+        last, hops = (route.size - 1) * each, route.group_size - 1
+        wire = last + hops * route.size * width * dtype.size
+        between = last if hops else 0
+        entries.append(TensorTraffic(variable.path, name, whole, size, wire, between))
     return entries

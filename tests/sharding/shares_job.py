@@ -209,11 +209,13 @@ def backup(folder, fails):
 def bytes_and_state(strategy):
     """Bytes of a step, and the sizes of what this worker keeps."""
     model, x = mlp(O.Adam(1e-2))
-    before = strategy.communication.wire_bytes
+    communication = strategy.communication
+    before, between = communication.wire_bytes, communication.between_groups_bytes
     fit(model, x, epochs=1)
     slots = model.optimizer.variables[2:]
     return {
-        "wire": np.asarray((strategy.communication.wire_bytes - before) / 7),
+        "wire": np.asarray((communication.wire_bytes - before) / 7),
+        "between": np.asarray((communication.between_groups_bytes - between) / 7),
         "kept": np.asarray([slot._value.part.shape.num_elements() for slot in slots]),
         "whole": np.asarray([np.prod(slot.shape) for slot in slots]),
     }
