@@ -11,9 +11,13 @@ import pytest
 
 # By file, patterns of the tests' names. In a name, brackets are as they are.
 TESTS = {
+    "sharding/test_shares.py": ["test_job_goes_on_from_its_backup_*[2]"],
+    "sharding/test_full_shares.py": ["test_job_goes_on_from_its_backup_*[3]"],
     "sharding/test_options.py": [
         "test_accumulated_updates_equal_those_of_one_process[all-*",
         "test_groups_of_two_of_four_workers_equal_one_process[all]",
+        *("test_parts_along_a_topology_equal_one_process[all-*", "*[optimizer-groups1]"),
+        "test_what_goes_between_groups_is_compressed[groups1]",
     ],
     "core/test_slow_task.py": ["test_all_reduce[compute]", "test_a_slow_link"],
     "multi_process/test_equals_one_process.py": [

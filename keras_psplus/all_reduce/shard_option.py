@@ -9,6 +9,8 @@ from typing import Any
 
 from keras_psplus import compression as compression_module
 from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
+from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
+from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
@@ -22,14 +24,13 @@ _EXTENDED = "keras_psplus.sharding.extended", "ShardedExtended"
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 
 
-def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: Any) -> str | None:
+def check(shard: str | None, updates: Updates | None, is_plain: bool) -> str | None:
     """Returns `shard`, if it is known and can be combined with the other arguments.
 
     Args:
         shard: The argument.
         updates: The strategy's `updates`.
         is_plain: Whether the strategy's engine is that of all-reduce.
-        **others: Other arguments, which have to be None.
 
     Raises:
         ValueError: If it is not, or cannot.
@@ -49,12 +50,6 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool, **others: 
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    for name, value in others.items():
-        if value is not None and value != "flat":
-            raise ValueError(
-                f"`shard` cannot be combined with `{name}` yet. Leave one of them out. "
-                f"Received: shard={shard!r}, {name}={shown(value)}"
-            )
     if not is_plain:
         raise ValueError(
             "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy. "
@@ -139,6 +134,39 @@ def check_group(
             f"Received: shard_group={shard_group}, shard={shard!r}, {len(workers or [''])} workers"
         )
     return shard_group
+
+
+def check_topology(
+    topology: Topology | str, shard: str | None, shard_group: int | None, hops: Hops
+) -> None:
+    """Raises ValueError if parts of variables cannot go along a topology.
+
+    Args:
+        topology: What `group_topology.get` has returned.
+        shard, shard_group: The arguments.
+        hops: Compressors of the topology's hops.
+    """
+    if shard is None or topology == FLAT:
+        return
+    if shard_group is not None:
+        raise ValueError(
+            "`shard_group` has each group of workers keep all parts, and with the groups of "
+            "`topology` all workers share them, along another path. Leave one of them out. "
+            f"Received: shard_group={shard_group}, topology={shown(topology)}"
+        )
+    if isinstance(topology, Topology) and topology.has_levels and not topology.is_even:
+        raise ValueError(
+            "`shard` needs groups of one size in `topology`: workers that have the same place in "
+            "their groups exchange parts between groups, and here some would have nobody to. "
+            f"Received: shard={shard!r}, topology={topology.groups}"
+        )
+    if hops.within is not None:
+        raise ValueError(
+            "with `shard`, only what goes between the groups of `topology` is compressed: give "
+            "`compression` the compressor itself, or "
+            '{"gradients": ..., "weights": ...}. '
+            f"Received: shard={shard!r}, compression inside groups by {hops.within!r}"
+        )
 
 
 def check_devices(shard: str | None, devices: int) -> None:

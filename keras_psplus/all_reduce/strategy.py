@@ -143,10 +143,11 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         self._topology = topology_module.get(topology, workers)
         self._updates = updates_module.get(updates)
         is_plain = self._engine_class is AllReduceEngine
-        shard_option.check(shard, self._updates, is_plain, topology=topology)
+        shard_option.check(shard, self._updates, is_plain)
         of_gradients, of_weights = shard_option.compressors(compression, shard)
         shard_option.check_group(shard_group, shard, workers)
         hops = compressors_per_hop(of_gradients, self._topology)
+        shard_option.check_topology(self._topology, shard, shard_group, hops)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1

@@ -63,7 +63,7 @@ class ShardedEngine(AllReduceEngine):
                     # Other workers may ask for it from now on.
                     assert slot._value.place is not None
             if self.strategy.is_chief:
-                logger.info("%s", plan.describe(optimizer, extended.control.names))
+                logger.info("%s", plan.describe(optimizer, extended.control.names, extended.places))
         return plan
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:

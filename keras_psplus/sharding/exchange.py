@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from keras_psplus.all_reduce.topology.levels import Hop
     from keras_psplus.all_reduce.topology.part_routes import Route
     from keras_psplus.engine import Variables
-
-# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
-_UNDER_WAY = 2
 
 
 class PartExchange:
@@ -88,12 +84,13 @@ class PartExchange:
         sent, done = list[tf.Tensor](), list[tf.Tensor]()
         for own in self._buckets(tensors, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with _behind(done):
+            with gradients.behind(done):
                 rows = shards.rows_of([tensors[i] for i in own], of_own)
             if compressor is None:
                 row = self._route.scatter(rows)
             else:
                 # Processors that encode this before the last is on its way leave the link idle.
+                rows = self._route.scatter_within(rows)
                 rows = gradients.after(sent, tf.cast(rows, tf.float32))
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
@@ -120,13 +117,14 @@ class PartExchange:
         done: list[tf.Tensor] = []
         for own in self._buckets(parts, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with _behind(done):
+            with gradients.behind(done):
                 if compressor is None:
                     row = shards.row_of([parts[i].value() for i in own])
                     rows = self._route.gather(row)
                 else:
                     row = shards.row_of([parts[i].change() for i in own])
                     rows = self._gather(compressor, row, [numbers[i] for i in own], step)
+                    rows = self._route.gather_within(tf.cast(rows, parts[own[0]].dtype))
             wholes = shards.wholes_of(rows, of_own)
             done.append(wholes[-1])
             for i, whole in zip(own, wholes):
@@ -203,17 +201,11 @@ class PartExchange:
     ) -> tuple[str, Any]:
         """Name and value of a bucket's state, which another number of workers cannot use."""
         name = f"{route} {zlib.crc32(repr(list(numbers)).encode()):08x} of {self._route.size}"
+        if self._route.group_size > 1:
+            name += f" of {self._route.workers}"
         if not isinstance(compressor, ErrorFeedback):
             return name, ()
         return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
-
-
-def _behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
-    """Context of a bucket's operations, which wait until few buckets are under way.
-
-    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
-    """
-    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
 
 
 def compressor_of(chooser: Compressor | None, variable: Any) -> Compressor | None:
@@ -241,5 +233,8 @@ def entries_of(
             size = compressor.wire_bytes(tuple(variable.shape), dtype)
             each, name = compressor.row_bytes((width,), dtype), repr(compressor)
         whole, size = (whole, size) if is_gradient else (0, 0)
-        entries.append(TensorTraffic(variable.path, name, whole, size, (route.size - 1) * each))
+        last, hops = (route.size - 1) * each, route.group_size - 1
+        wire = last + hops * route.size * width * dtype.size
+        between = last if hops else 0
+        entries.append(TensorTraffic(variable.path, name, whole, size, wire, between))
     return entries

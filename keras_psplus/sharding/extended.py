@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
 from keras_psplus.all_reduce.topology.levels import Hop, Levels, keys_of, levels_of
-from keras_psplus.all_reduce.topology.part_routes import Route
+from keras_psplus.all_reduce.topology.part_routes import Route, ranks_by_place
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
@@ -27,6 +27,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     _store: ShareStore | None = None
     _groups: Levels | None = None
+    _order: list[int] | None = None
 
     def __init__(
         self, *args: Any, weights: Compressor | None = None, group_size: int | None = None
@@ -39,6 +40,15 @@ class ShardedExtended(MultiWorkerMirroredExtended):
             topology = Topology(tuple(groups))
             key = self.take_group_keys(keys_of(topology))
             self._groups = levels_of(self.launcher(0), self._id_in_cluster, topology, key)
+
+    def set_topology(self, topology: Topology | str) -> None:
+        if isinstance(topology, Topology) and topology.has_levels and not topology.is_even:
+            # As "auto" may find: rows of all workers take both hops, or none does.
+            topology = FLAT
+        super().set_topology(topology)
+        self._order = None
+        if isinstance(topology, Topology) and self._levels:
+            self._order = ranks_by_place(topology)
 
     @property
     def compressors(self) -> tuple[Compressor | None, Compressor | None]:
@@ -55,7 +65,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         if self._store is None:
             assert self._control is not None
             self._store = ShareStore(
-                self.sharing_launcher,
+                self.route,
                 self.host_launcher,
                 self.take_group_keys(1 + self._num_workers),
                 self._control,
@@ -67,8 +77,18 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     @property
     def sharing_workers(self) -> Sequence[int]:
-        """Ranks of the workers that have the parts of one variable, this one among them."""
-        return self._groups.within.ranks if self._groups else range(self._num_workers)
+        """Ranks of the workers that have the parts of one variable, in the order of parts."""
+        if self._groups:
+            return self._groups.within.ranks
+        return self._order or range(self._num_workers)
+
+    @property
+    def places(self) -> list[int]:
+        """Place of each worker, in rank order, among those that share a variable with it."""
+        workers = list(self.sharing_workers)
+        # Other groups are like this one.
+        ranks = range(self._num_workers)
+        return [workers.index(r) if r in workers else r % len(workers) for r in ranks]
 
     @property
     def sharing_launcher(self) -> Launcher:
@@ -78,7 +98,12 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     @property
     def route(self) -> Route:
         """Way of rows between these workers."""
-        return Route(self.sharing_launcher, self.store.rank, self.store.workers)
+        if self._order and self._levels:
+            within, between, *_ = self._levels[0]
+            assert between is not None
+            return Route(between.launcher, between.place, between.size, within)
+        workers = self.sharing_workers
+        return Route(self.sharing_launcher, workers.index(self._id_in_cluster), len(workers))
 
     @property
     def between_groups(self) -> Hop | None:

@@ -140,7 +140,7 @@ class FullyShardedEngine(ShardedEngine):
         if place.cut is not None:
             return variable
         # All workers gather, also for one alone.
-        whole = weight.gathered(self.strategy.extended.sharing_launcher)
+        whole = weight.gathered(self.strategy.extended.route)
         holds = place.holds(self.strategy.extended.store.rank)
         return WholeWeight(weight, whole) if holds else None
 

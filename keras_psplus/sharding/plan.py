@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,12 +77,15 @@ class OptimizerPlan:
                 if not isinstance(state._value, ShareVariable) and self.places[number].cut is None:
                     yield state, self.places[number]
 
-    def describe(self, optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> str:
+    def describe(
+        self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
+    ) -> str:
         """Table of what each worker keeps of the optimizer.
 
         Args:
             optimizer: The optimizer.
             names: Names of the workers, in rank order.
+            places: Their places among those that share a variable.
         """
         count, has = len(self.places), [0] * self._workers
         whole = on_all = 0
@@ -105,9 +107,8 @@ class OptimizerPlan:
             how = f"the slots of {count} variables lie whole on one worker each ({self.reason})"
         rows = [("worker", "optimizer MB", "of all")]
         rows += [
-            (name, f"{(own + on_all) / 1e6:.2f}", f"{(own + on_all) / max(1, whole):.0%}")
-            # Each group has all of it.
-            for name, own in zip(names, itertools.cycle(has))
+            (name, f"{(has[i] + on_all) / 1e6:.2f}", f"{(has[i] + on_all) / max(1, whole):.0%}")
+            for name, i in zip(names, places)
         ]
         return (
             f"'{optimizer.name}' in shares: {how}; of {whole / 1e6:.2f} MB, {on_all / 1e6:.2f} MB "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.core.jobs.control import listen
@@ -43,22 +44,24 @@ class ShareStore:
     for the asking one's gradients. At its end, a process waits for the ends of the others.
 
     Args:
-        launcher: Collectives of this worker's replica, for steps.
+        route: Way of rows between the workers that share a variable, for steps.
         host: Collectives between the workers' hosts, which the thread's resemble.
         group_key: The first of the group keys of the thread's collectives: one, and one a worker.
         control: The control plane.
         rank: Rank of this worker.
         progress: `Progress` of this process.
-        group: Ranks of the workers that share a variable with this one; None for all.
+        group: Ranks of the workers that share a variable with this one, in the order of their
+            parts; None for all.
 
     Attributes:
+        route: The argument.
         rank: Place of this worker among those that share a variable.
         workers: Number of those.
     """
 
     def __init__(
         self,
-        launcher: Launcher,
+        route: Route,
         host: Launcher,
         group_key: int,
         control: ControlPlane,
@@ -68,12 +71,13 @@ class ShareStore:
     ) -> None:
         self._number, self._everyone = rank, tuple(range(len(control.names)))
         group = self._everyone if group is None else tuple(group)
-        self.launcher, self.rank, self.workers = launcher, group.index(rank), len(group)
-        self.device: str = launcher._device
+        self.route, self.rank, self.workers = route, group.index(rank), len(group)
+        self.device: str = route.launcher._device
         self.restoring = False
         self._control, self._progress = control, progress
         self._host = launcher_like(host, group_key, self._everyone)
-        self._sharing = launcher_like(host, group_key + 1 + min(group), group)
+        sharing = launcher_like(host, group_key + 1 + min(group), group)
+        self._sharing = Route(sharing, self.rank, self.workers)
         self._prefix = f"keras_psplus/shares/{next(_numbers)}"
         # They are kept until all workers have let go of them: a script that has ended on one worker
         # may save on another.

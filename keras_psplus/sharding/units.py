@@ -301,7 +301,7 @@ class Units:
         wide, step = tf.cast(row, tf.float32), tf.zeros([], tf.int64)
         hop = self._route.launcher, 0, self._route.size
         rows, _, _ = row_routes.gather_row(*hop, compressor, wide, (), step)
-        return tf.cast(rows, row.dtype)
+        return self._route.gather_within(tf.cast(rows, row.dtype))
 
 
 @tf.RegisterGradient("ShardedRead")

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.broadcast import WIDER
-from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
@@ -18,6 +17,7 @@ from keras_psplus.tf_internals.composite_variable import CompositeVariable
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+    from keras_psplus.all_reduce.topology.part_routes import Route
     from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.store import ShareStore
 
@@ -119,17 +119,16 @@ class ShareVariable(CompositeVariable):
         if tf.executing_eagerly():
             # One worker may ask alone, as a chief that saves does.
             return self._store.read(self)
-        return self.gathered(self._store.launcher)
+        return self.gathered(self._store.route)
 
-    def gathered(self, launcher: Launcher) -> tf.Tensor:
-        """The whole value, by a collective that all workers take part in."""
+    def gathered(self, route: Route) -> tf.Tensor:
+        """The whole value, by collectives that all workers take part in."""
         place, part = self.place, self.part.value()
         if place.cut is not None:
             row = tf.reshape(part, [1, place.cut.width])
-            route = Route(launcher, self._store.rank, self._store.workers)
             return place.cut.whole(route.gather(row))
         mine = place.owner == self._store.rank
-        return launcher.all_reduce(part if mine else tf.zeros(self._whole_shape, self.dtype))
+        return route.sum([part if mine else tf.zeros(self._whole_shape, self.dtype)])[0]
 
     def receive(self, launcher: Launcher, value: tf.Tensor | None) -> None:
         """Takes this worker's part of a value that one worker has.

@@ -187,7 +187,7 @@ class ModelParallelEngine(ShardedEngine):
         weight = cut_of(variable)
         if weight is None or place.cut is not None:
             return variable
-        whole = weight.gathered(self.strategy.extended.group.launcher)
+        whole = weight.gathered(self.strategy.extended.route)
         return WholeWeight(weight, whole)
 
     def accumulate(self, optimizer: Optimizer, grads: list[Any], variables: list[Any]) -> None:

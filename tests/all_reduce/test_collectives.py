@@ -41,6 +41,21 @@ class Named(NamedTuple):
     shape: tuple
 
 
+def test_a_bucket_waits_until_the_second_before_it_has_ended():
+    variables = [Named(f"weight_{i}", tf.TensorShape([3])) for i in range(5)]
+    add_up = CompressedSum(FakeLauncher(), 0, 2, None, bucket_bytes=1, timed=False)
+
+    @tf.function(autograph=False)
+    def step(grads):
+        totals = [one.op for one in add_up(grads, variables, tf.constant(0, tf.int64))]
+        for i, op in enumerate(totals):
+            waits_for = [other for other in totals if other in op.control_inputs]
+            assert waits_for == totals[i + 2 : i + 3]
+        return len(totals)
+
+    assert step([tf.ones([3])] * 5) == 5
+
+
 def total(launcher, grads, bucket_bytes=4 << 20):
     add_up = CompressedSum(launcher, 0, 2, None, bucket_bytes)
     variables = [

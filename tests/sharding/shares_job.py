@@ -8,6 +8,7 @@ What each case leaves is written to `<folder>/<case>.<task>.npz`.
 import contextlib
 import os
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -193,29 +194,41 @@ def ended(strategy):
     return {f"ended/{i}": variable.numpy() for i, variable in enumerate(model.optimizer.variables)}
 
 
-class Failing(keras.callbacks.Callback):
+class Dying(keras.callbacks.Callback):
+    """Kills a worker that is to die in the third epoch, while the others wait for its gradients."""
+
+    def __init__(self, dies):
+        super().__init__()
+        self._dies = dies
+
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:
-            raise RuntimeError("as planned")
+        self._epoch = epoch
+        print("epoch", epoch, "begins", flush=True)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._dies and self._epoch == 2 and batch == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def backup(folder, fails):
+def backup(folder, dies):
     model, x = mlp(O.Adam(1e-2))
     callbacks = [keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
-    history = fit(model, x, epochs=4, callbacks=callbacks + [Failing()] * fails)
+    history = fit(model, x, epochs=4, callbacks=[*callbacks, Dying(dies)])
     return {k: v for k, v in left(model, history).items() if not k.startswith("history")}
 
 
 def bytes_and_state(strategy):
     """Bytes of a step, and the sizes of what this worker keeps."""
     model, x = mlp(O.Adam(1e-2))
-    before = strategy.communication.wire_bytes
+    communication = strategy.communication
+    before, between = communication.wire_bytes, communication.between_groups_bytes
     fit(model, x, epochs=1)
     slots = model.optimizer.variables[2:]
     return {
-        "wire": np.asarray((strategy.communication.wire_bytes - before) / 7),
+        "wire": np.asarray((communication.wire_bytes - before) / 7),
         "kept": np.asarray([slot._value.part.shape.num_elements() for slot in slots]),
         "whole": np.asarray([np.prod(slot.shape) for slot in slots]),
+        "between": np.asarray((communication.between_groups_bytes - between) / 7),
     }
 
 
@@ -223,24 +236,24 @@ def main(folder, names, cases=(), **options):
     strategy = None
     if os.environ.get("TF_CONFIG"):
         strategy = psp.MultiWorkerMirroredStrategy(**{"shard": "optimizer", **options})
+    task = strategy.task.name if strategy else "one"
     others = {
         **dict(cases),
         "two_optimizers": two_optimizers,
         "files": lambda: files(folder, strategy),
         "ended": lambda: ended(strategy),
         "load": lambda: loaded(folder, os.environ["LOADED"]),
-        "failing": lambda: backup(folder, True),
+        "dying": lambda: backup(folder, task == os.environ["VICTIM"]),
         "resumed": lambda: backup(folder, False),
         "bytes": lambda: bytes_and_state(strategy),
     }
-    task = strategy.task.name if strategy else "one"
     for name in names:
         keras.backend.clear_session()
         try:
             with strategy.scope() if strategy else contextlib.nullcontext():
                 found = others[name]() if name in others else trained(name)[2]
         except Exception:
-            if name == "failing":
+            if name == "dying":
                 raise
             # Its test finds no file, and shows this; other cases go on.
             traceback.print_exc()

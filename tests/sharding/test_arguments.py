@@ -4,6 +4,9 @@ import pytest
 
 import keras_psplus as psp
 from keras_psplus.all_reduce import shard_option
+from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.compression import Int8
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,7 @@ from keras_psplus.all_reduce import shard_option
         (dict(shard=None, compression={"weights": "bf16"}), '"weights" are keys of .*shard=None'),
         (dict(shard="all", compression={"between": "int8"}), "hops of a topology"),
         (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),
-        (dict(shard="optimizer", topology="auto"), "with `topology` yet"),
+        (dict(shard="all", topology="auto", shard_group=2), "keep all parts.*Leave one of them"),
     ],
 )
 def test_refused(given, text):
@@ -36,6 +39,20 @@ def test_resharding_is_for_weights(given):
     value = 2 if given.get("shard") == "all" else False
     with pytest.raises(ValueError, match='must be True or False, and is for `shard="all"`'):
         psp.MultiWorkerMirroredStrategy(**given, reshard_after_forward=value)
+
+
+@pytest.mark.parametrize(
+    "groups, hops, text",
+    [
+        (((0, 1), (2,)), Hops(None, None), "groups of one size in `topology`"),
+        (((0, 1), (2, 3)), Hops(Int8(), None), "only what goes between the groups"),
+    ],
+)
+def test_groups_that_parts_cannot_cross_are_refused(groups, hops, text):
+    with pytest.raises(ValueError, match=text) as error:
+        shard_option.check_topology(Topology(groups), "all", None, hops)
+    assert "Received: shard='all'" in str(error.value)
+    shard_option.check_topology(Topology(groups), None, None, hops)
 
 
 def test_several_devices_are_refused():

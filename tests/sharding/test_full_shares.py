@@ -1,13 +1,20 @@
 """Weights in shares: equal to one process, in files too, with known bytes, and freed by units."""
 
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
 from tests.results import assert_close, load
 from tests.sharding.full_job import MODELS
-from tests.sharding.test_shares import check, train_alone, train_in_cluster
+from tests.sharding.test_shares import (
+    check,
+    check_resumed,
+    lose_a_worker,
+    train_alone,
+    train_in_cluster,
+)
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -96,7 +103,12 @@ def test_files_go_on_elsewhere(folder, alone, two, three):
         assert_close(load(three[0] / f"load.{task}.npz", log), slots | later, 2e-5)
 
 
-def test_backup_goes_on_with_another_number_of_workers(folder, alone):
-    train_in_cluster(folder / "backup", 3, ["failing"], JOB, expect_failure=True)
-    resumed = train_in_cluster(folder / "backup", 2, ["resumed"], JOB)
-    check(alone, resumed, "resumed", 2e-5)
+@pytest.fixture(scope="module")
+def lost(folder):
+    return lose_a_worker(folder / "lost", 3, JOB)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_job_goes_on_from_its_backup_when_a_worker_is_lost(folder, alone, lost, workers):
+    path = shutil.copytree(lost, folder / f"resumed by {workers}")
+    check_resumed(alone, train_in_cluster(path, workers, ["resumed"], JOB), 2e-5)

@@ -76,10 +76,36 @@ def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
         assert sent <= found["wire"] <= 1.1 * sent
 
 
-def test_what_goes_between_groups_is_compressed(folder, alone):
+@pytest.mark.parametrize(
+    "shard, groups",
+    [
+        ("optimizer", [[3, 0], [2, 1]]),
+        ("optimizer", [[0, 1], [2, 3]]),
+        ("all", [[0, 1], [2, 3]]),
+        ("all", [[0, 3], [1, 2]]),
+    ],
+)
+def test_parts_along_a_topology_equal_one_process(folder, alone, shard, groups):
+    options = json.dumps({"shard": shard, "topology": groups})
+    path = folder / f"{shard} {groups}"
+    run = train_in_cluster(path, 4, [*GROUPED, "bytes"], JOB, env={"OPTIONS": options})
+    for case in GROUPED:
+        check(alone, run, case, 2e-5)
+    found = load(path / "bytes.worker-3.npz", run[1].logs["worker-3"])
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 4))
+    if shard == "optimizer":
+        # Of as many bytes as those of an all-reduce, a third goes between groups.
+        sent = 4 * 3 / 2 * found["whole"].sum() / 2
+        assert sent <= found["wire"] <= 1.2 * sent
+        assert found["between"] == pytest.approx(found["wire"] / 3)
+
+
+@pytest.mark.parametrize("groups", [{"shard_group": 2}, {"topology": [[0, 1], [2, 3]]}])
+def test_what_goes_between_groups_is_compressed(folder, alone, groups):
     compression = {"gradients": "int8", "weights": "bf16"}
-    options = json.dumps({"shard": "optimizer", "compression": compression, "shard_group": 2})
-    run = train_in_cluster(folder / "groups digits", 4, ["digits"], JOB, env={"OPTIONS": options})
+    options = json.dumps({"shard": "optimizer", "compression": compression, **groups})
+    path = folder / f"{[*groups][0]} digits"
+    run = train_in_cluster(path, 4, ["digits"], JOB, env={"OPTIONS": options})
     first, *others = (load(run[0] / f"digits.{task}.npz", log) for task, log in run[1].logs.items())
     exact = load(alone / "digits.one.npz", "")
     assert first["accuracy"] > exact["accuracy"] - 0.015
@@ -87,6 +113,10 @@ def test_what_goes_between_groups_is_compressed(folder, alone):
         np.testing.assert_array_equal(other[name], value, err_msg=name)
     kernels, biases = 64 * 96 + 96 * 10, 96 + 10
     encoded = kernels * (1 + 4 / 256) + 4 * biases
-    # Floats inside; halves of halves between groups, twice; bf16 of new values inside.
-    expected = 4 * (kernels + biases) / 2 + encoded / 2 + 2 * (kernels + biases) / 2
+    if "topology" in groups:
+        # Floats inside, twice; a quarter of gradients and of new values between groups.
+        expected = 4 * (kernels + biases) + encoded / 4 + 2 * (kernels + biases) / 4
+    else:
+        # Floats inside; halves of halves between groups, twice; bf16 of new values inside.
+        expected = 4 * (kernels + biases) / 2 + encoded / 2 + 2 * (kernels + biases) / 2
     assert first["wire"] == pytest.approx(expected, rel=0.03)

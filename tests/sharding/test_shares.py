@@ -2,6 +2,9 @@
 
 import os
 import pathlib
+import re
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -114,7 +117,33 @@ def test_files_go_on_elsewhere(folder, alone, two, three):
         assert_close(load(three[0] / f"load.{task}.npz", log), slots | later, TOLERANCE)
 
 
-def test_backup_goes_on_with_another_number_of_workers(folder, alone):
-    train_in_cluster(folder / "backup", 3, ["failing"], expect_failure=True)
-    resumed = train_in_cluster(folder / "backup", 2, ["resumed"])
-    check(alone, resumed, "resumed")
+@pytest.fixture(scope="module")
+def lost(folder):
+    return lose_a_worker(folder / "lost", 3)
+
+
+def lose_a_worker(path, workers, job=JOB, **env):
+    """Has the last worker killed in the third epoch; returns the folder with the backup."""
+    victim = f"worker-{workers - 1}"
+    options = {"expect_failure": True, "failure_grace": 60, "env": {**env, "VICTIM": victim}}
+    _, result = train_in_cluster(path, workers, ["dying"], job, **options)
+    for task, log in result.logs.items():
+        if task == victim:
+            assert result.exit_codes[task] == -signal.SIGKILL
+        else:
+            assert f"PeerLostError: {victim} (127.0.0.1:" in log, log[-3000:]
+    return path
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_job_goes_on_from_its_backup_when_a_worker_is_lost(folder, alone, lost, workers):
+    path = shutil.copytree(lost, folder / f"resumed by {workers}")
+    check_resumed(alone, train_in_cluster(path, workers, ["resumed"]), TOLERANCE)
+
+
+def check_resumed(alone, cluster, tolerance, epoch=2):
+    """Equal to a run without a loss, of which the first epochs were not trained again."""
+    check(alone, cluster, "resumed", tolerance)
+    for log in cluster[1].logs.values():
+        begun = re.findall(r"^epoch (\d) begins", log, re.MULTILINE)
+        assert begun[0] == str(epoch), log[-3000:]

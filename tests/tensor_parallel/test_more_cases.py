@@ -1,11 +1,18 @@
-"""More optimizers and models with weights cut along a mesh, and a backup on another mesh."""
+"""More optimizers and models with weights cut along a mesh, and a lost worker."""
+
+import shutil
 
 import numpy as np
 import pytest
 
 from tests.results import load
-from tests.sharding.test_shares import train_alone, train_in_cluster
-from tests.tensor_parallel.test_model_parallel import JOB, check
+from tests.sharding.test_shares import (
+    check_resumed,
+    lose_a_worker,
+    train_alone,
+    train_in_cluster,
+)
+from tests.tensor_parallel.test_model_parallel import JOB, TOLERANCE, check
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -43,8 +50,15 @@ def test_workers_of_a_row_compute_alike(two):
     assert np.isfinite(first["history/loss"]).all()
 
 
-def test_backup_goes_on_with_another_mesh(folder, alone):
-    env = {"WORKERS": "2"}
-    train_in_cluster(folder / "backup", 2, ["failing"], JOB, expect_failure=True, env=env)
-    env = {"WORKERS": "2", "MODEL": "1"}
-    check(alone, train_in_cluster(folder / "backup", 2, ["resumed"], JOB, env=env), "resumed")
+@pytest.fixture(scope="module")
+def lost(folder):
+    return lose_a_worker(folder / "lost", 4, JOB, WORKERS="4")
+
+
+@pytest.mark.parametrize("workers, model", [(4, 2), (2, 2), (2, 1)])
+def test_job_goes_on_from_its_backup_when_a_worker_is_lost(folder, alone, lost, workers, model):
+    """On the same mesh, with fewer rows, and without a cut."""
+    env = {"WORKERS": str(workers), "MODEL": str(model)}
+    path = shutil.copytree(lost, folder / f"resumed by {workers} {model}")
+    resumed = train_in_cluster(path, workers, ["resumed"], JOB, env=env)
+    check_resumed(alone, resumed, TOLERANCE, epoch=1)

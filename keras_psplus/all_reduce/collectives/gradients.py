@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 _MOST_PIECES = 8
+# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
+_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -43,6 +46,17 @@ def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> 
         return tensor
     with tf.control_dependencies(operations):
         return tf.identity(tensor)
+
+
+def behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
+    """Context of a bucket's operations, which wait until few buckets are under way.
+
+    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
+
+    Args:
+        done: A tensor of each bucket before that one, which is there when the bucket has come.
+    """
+    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
 
 
 def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:

@@ -98,7 +98,7 @@ class CompressedSum:
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent: list[tf.Tensor] = []
+        sent, done = list[tf.Tensor](), list[tf.Tensor]()
         # Of forms: a route is chosen without the gradient.
         forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
         averages = any(route_choice.route(*forms[i], i) == ("mean",) for i in dense)
@@ -117,8 +117,9 @@ class CompressedSum:
             sum_bucket = getattr(self, f"_{route}")
             if route == "factors":
                 sum_bucket = functools.partial(sum_bucket, most_rows=most_rows)
-            totals, counted, *own = sum_bucket(bucket, step)
-            sent = own or sent
+            with gradients.behind(done if route == "sum" else []):
+                totals, counted, *own = sum_bucket(bucket, step)
+            sent, done = own or sent, [*done, totals[-1]]
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
