@@ -23,10 +23,17 @@ class ThreadFlag:
     def __bool__(self) -> bool:
         return getattr(self._local, "is_raised", False)
 
-    @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
+    def raised(self) -> contextlib.AbstractContextManager[None]:
         """Context in which it is true for this thread."""
-        outer, self._local.is_raised = bool(self), True
+        return self._set(True)
+
+    def lowered(self) -> contextlib.AbstractContextManager[None]:
+        """Context, inside of one of the others, in which it is false for this thread."""
+        return self._set(False)
+
+    @contextlib.contextmanager
+    def _set(self, is_raised: bool) -> Iterator[None]:
+        outer, self._local.is_raised = bool(self), is_raised
         try:
             yield
         finally:
