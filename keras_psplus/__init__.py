@@ -25,7 +25,7 @@ _EXPORTS = {
     "strategy": "keras_psplus.catalogue.lookup",
     "strategy_from_env": "keras_psplus.catalogue.lookup",
     "task_type": "keras_psplus.cluster.roles",
-    "unit": "keras_psplus.sharding.full_engine",
+    "unit": "keras_psplus.core.models.units",
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.

@@ -92,6 +92,8 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
             backward, which gathers them once more; without, fewer bytes are sent.
         shard_group: Number of consecutive workers, such as those of one host, that share; each
             group has all parts, and sums of parts go from group to group. None for all workers.
+        jit_blocks: Number of parts, 2 or more, in which XLA compiles a model's train step, so that
+            gradients of one are sent while others are computed; None for one part, if at all.
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
@@ -129,6 +131,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         shard: str | None = None,
         reshard_after_forward: bool = True,
         shard_group: int | None = None,
+        jit_blocks: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -149,6 +152,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
         hops = compressors_per_hop(of_gradients, self._topology)
         shard_option.check_topology(self._topology, shard, shard_group, hops)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
+        self.jit_blocks = shard_option.check_blocks(shard, jit_blocks)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control: ControlPlane | None = None
@@ -159,7 +163,7 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
-        self._options |= {"shard": shard, "shard_group": shard_group}
+        self._options |= {"shard": shard, "shard_group": shard_group, "jit_blocks": jit_blocks}
         if shard is not None and multi_worker:
             chosen = shard_option.classes(shard, of_weights, shard_group)
             self._engine_class, self._extended_class = chosen

@@ -23,6 +23,7 @@ from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.graph.compiled_calls import CompiledCalls
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.core.models import building, model_saving
+from keras_psplus.core.models.compiled_blocks import CompiledBlocks
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import trainer
@@ -46,6 +47,12 @@ class DistributedEngine(StrategyEngine):
     def compiles_by_default(self) -> bool:
         """Whether `jit_compile="auto"` has XLA compile them."""
         return False
+
+    @property
+    def jit_blocks(self) -> int | None:
+        """Number of parts in which train steps are compiled, or None."""
+        number: int | None = getattr(self.strategy, "jit_blocks", None)
+        return number
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
@@ -81,15 +88,29 @@ class DistributedEngine(StrategyEngine):
         (self._ask_for_xla.add if jit_compile is True else self._ask_for_xla.discard)(model)
         return result
 
-    def compiled_calls(self, model: keras.Model) -> CompiledCalls | None:
-        """Compiler of the calls in a new function of a model; None without XLA."""
-        is_asked_for = model in self._ask_for_xla
-        if not (is_asked_for or model.jit_compile):
+    def compiled_calls(self, model: keras.Model, step: Any = None) -> CompiledCalls | None:
+        """Compiler of the calls in a new function of a model; None without XLA.
+
+        Args:
+            model: The model.
+            step: The step that the function takes, such as `model.train_step`.
+        """
+        is_asked_for, number = model in self._ask_for_xla, self.jit_blocks
+        if not (is_asked_for or model.jit_compile or number):
             return None
         if model not in self._compilations:
             self._compilations[model] = CompilationCount(model.name, self.computes_here)
+        blocks = None
+        if number is not None and step == model.train_step:
+            # Without a backward pass, one function is fastest.
+            blocks = CompiledBlocks(model, number, self.is_remote)
         return CompiledCalls(
-            model, is_asked_for, self.is_remote, self.compiled_function, self._compilations[model]
+            model,
+            is_asked_for,
+            self.is_remote,
+            self.compiled_function,
+            self._compilations[model],
+            blocks,
         )
 
     def is_remote(self, layer: keras.Layer) -> bool:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
+from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.data.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
@@ -90,6 +91,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         compression: How the gradients of what is all-reduced are sent.
         updates: Only `Accumulate` can be combined with tables.
         topology: The path of the gradients of what is all-reduced.
+        jit_blocks: As for `MultiWorkerMirroredStrategy`; lookups of tables are not compiled.
 
     Raises:
         ValueError: If an argument is out of range, or a combination of them has no meaning.
@@ -135,6 +137,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         compression: str | dict[str, str | Compressor | None] | Compressor | None = None,
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
+        jit_blocks: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -162,6 +165,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         roles.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
         compressors_per_hop(compression, topology_module.get(topology, workers_of(task)))
+        shard_option.check_blocks(None, jit_blocks)
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -194,6 +198,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 compression=compression,
                 updates=updates,
                 topology=topology,
+                jit_blocks=jit_blocks,
             )
         self._options |= {
             "placement": placement,

@@ -7,66 +7,22 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus import text_table
+from keras_psplus.core.models.units import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
-LayerT = TypeVar("LayerT", bound=keras.Layer)
-
 if TYPE_CHECKING:
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
-
-
-_units: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
-
-
-def unit(layer: LayerT) -> LayerT:
-    """Makes a layer, or a nested model, a unit of `shard="all"`.
-
-    Its weights are gathered together and freed together. Layers that contain it are no units, and
-    other layers in them are units of their own; weights of such a layer itself are gathered as they
-    are read. Under other strategies it does nothing. Marks are not saved with a model.
-
-    Args:
-        layer: `keras.Layer`.
-
-    Returns:
-        The layer.
-
-    Raises:
-        ValueError: If it is no layer.
-
-    Example:
-
-    ```python
-    class Encoder(keras.layers.Layer):
-        def __init__(self, depth):
-            super().__init__()
-            self.blocks = [keras_psplus.unit(Block()) for _ in range(depth)]
-    ```
-    """
-    if not isinstance(layer, keras.Layer):
-        raise ValueError(f"`unit` takes a `keras.Layer`. Received: {layer!r}")
-    _units.add(layer)
-    return layer
-
-
-def is_unit(layer: keras.Layer) -> bool:
-    """Whether a layer that lies in no unit is one."""
-    if layer in _units:
-        return True
-    if isinstance(layer, keras.Model):
-        return False
-    return not any(one in _units for one in layer._flatten_layers(include_self=False))
 
 
 class FullyShardedEngine(ShardedEngine):

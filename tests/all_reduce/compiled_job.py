@@ -38,6 +38,15 @@ def recurrent():
     return keras.Model(words, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
 
 
+def noisy():
+    """Random numbers and averages, which layers keep in variables, and losses that they add."""
+    inputs = h = keras.Input((5,))
+    for _ in range(3):
+        h = layers.BatchNormalization()(layers.Dense(8, activity_regularizer="l1")(h))
+        h = layers.GaussianNoise(0.1)(layers.Dropout(0.5)(layers.Activation("relu")(h)))
+    return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
+
+
 class Pair(keras.Model):
     """A model of two models, which are called by its step; it has no call itself."""
 
@@ -73,6 +82,8 @@ def data_of(name):
     if name == "pair":
         return random.normal(size=(21, 5)).astype("f"), random.normal(size=(21, 1)).astype("f")
     x = random.integers(0, 20, (21, 6))
+    if name == "noisy":
+        x = random.normal(size=(21, 5)).astype("f")
     if name == "recurrent":
         x = tf.strings.as_string(x)
     return x, {"a": random.integers(0, 3, 21), "b": random.normal(size=(21, 2)).astype("f")}
@@ -81,7 +92,8 @@ def data_of(name):
 def trained(name, jit_compile, context):
     keras.utils.set_random_seed(1)
     with context:
-        model = {"dense": dense, "pair": Pair, "recurrent": recurrent}[name]()
+        makers = {"dense": dense, "noisy": noisy, "pair": Pair, "recurrent": recurrent}
+        model = makers[name]()
         losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"
         arguments = {"loss": dict(zip("ab", losses)), "metrics": {"a": ["accuracy"]}}
         if name == "pair":
@@ -125,6 +137,13 @@ def main(path):
         alone = contextlib.ExitStack()
         alone.enter_context(keras_psplus.single_process())
         out[f"{name} alone"] = trained(name, name != "recurrent", alone)
+    AllReduceEngine.compiles_by_default = False
+    out["noisy"] = trained("noisy", True, strategy.scope())
+    parts = keras_psplus.MultiWorkerMirroredStrategy(jit_blocks=4)
+    for name in ("noisy", "recurrent"):
+        COUNTS.clear()
+        out[f"{name} in parts"] = trained(name, "auto", parts.scope())
+        out[f"{name} in parts calls"] = COUNTS[-1]
     out["loop"] = refused(
         lambda: keras.Sequential([keras.Input((4,)), layers.Reshape((4, 1)), layers.SimpleRNN(1)])
     )

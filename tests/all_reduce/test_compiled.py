@@ -36,6 +36,18 @@ def test_two_replicas_equal_one_compiled_process(name, calls, results):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "calls"), [("noisy", "noisy", 8), ("recurrent", "recurrent alone", 6)]
+)
+def test_parts_of_a_model_are_what_the_model_is(name, whole, calls, results):
+    assert results[f"{name} in parts calls"] == calls
+    found, expected = results[f"{name} in parts"], results[whole]
+    for key, values in expected["logs"].items():
+        np.testing.assert_allclose(found["logs"][key], values, rtol=2e-5, atol=2e-5, err_msg=key)
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
 def test_what_xla_cannot_compile_is_refused_by_name(results):
     assert "none that XLA can compile: the call of " in results["loop"]
     assert "cannot compile its While" in results["loop"]

@@ -54,6 +54,14 @@ def check_compile_arguments(
             "a step that talks to other devices; it has no collectives for CPUs. Use "
             "`jit_compile=False` or leave the default. Received: jit_compile=True"
         )
+    blocks = getattr(strategy, "jit_blocks", None)
+    if blocks is not None and arguments.get("jit_compile") is False:
+        raise ValueError(
+            "`jit_compile=False` has XLA compile nothing, and `jit_blocks` of the strategy is the "
+            "number of parts in which it compiles the train step. Leave `jit_compile` at its "
+            "default, or make the strategy without `jit_blocks`. "
+            f"Received: jit_compile=False, jit_blocks={blocks}"
+        )
     if arguments.get("run_eagerly") and not can_run_eagerly:
         raise ValueError(
             f"`run_eagerly=True` is not supported by {type(strategy).__name__}: a worker runs "

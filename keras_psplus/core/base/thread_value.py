@@ -48,3 +48,7 @@ class ThreadFlag:
     def raised(self) -> contextlib.AbstractContextManager[bool]:
         """Context in which it is true for this thread."""
         return self._value.being(True)
+
+    def lowered(self) -> contextlib.AbstractContextManager[bool]:
+        """Context, inside of one of the others, in which it is false for this thread."""
+        return self._value.being(False)

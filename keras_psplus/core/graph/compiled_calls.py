@@ -6,7 +6,8 @@
 What talks to other replicas cannot be compiled, on CPUs at least, and sums of gradients would wait
 for the last of them. So only the call of a model in the step is one compiled function; its
 gradient is one too, as TensorFlow compiles the gradient of what it compiles. Of a functional model
-that XLA cannot compile, what is before and after the operations in the way is.
+that XLA cannot compile, what is before and after the operations in the way is. With blocks, a call
+is several functions, so that gradients of one leave while others are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -29,6 +30,9 @@ from keras_psplus.core.graph.model_segments import Segment, split
 from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    from keras_psplus.core.models.compiled_blocks import CompiledBlocks
 
 _COMPILED, _AS_IT_IS = "compiled", "as it is"
 # Engine and compiler of the step that this thread traces outside of a `ReplicaStep`.
@@ -54,6 +58,7 @@ class CompiledCalls:
         is_remote: Function of a layer that tells whether it talks to servers.
         make: The class of compiled functions.
         forms: Counts the model's compilations.
+        blocks: Cuts models into parts; None for calls in one function each.
 
     Attributes:
         count: Number of calls that are compiled.
@@ -67,10 +72,12 @@ class CompiledCalls:
         is_remote: Callable[[keras.Layer], bool] = lambda layer: False,
         make: type[CompiledFunction] = CompiledFunction,
         forms: CompilationCount | None = None,
+        blocks: CompiledBlocks | None = None,
     ) -> None:
-        self._make, self._forms = make, forms
+        self._make, self._forms, self._blocks = make, forms, blocks
         self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
-        self._is_inside = ThreadFlag()
+        # In a compiled function; and in a call of which each layer is one.
+        self._is_inside, self._is_in_layers = ThreadFlag(), ThreadFlag()
         # Operations of models that XLA cannot compile.
         self._not_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         # By graphs, and by what callers know functions by.
@@ -93,12 +100,14 @@ class CompiledCalls:
 
     def takes(self, layer: keras.Layer) -> bool:
         """Whether a call of a layer is to be compiled."""
-        return isinstance(layer, keras.Model) and not self._is_inside and not tf.executing_eagerly()
+        if self._is_inside or tf.executing_eagerly():
+            return False
+        return isinstance(layer, keras.Model) or bool(self._is_in_layers and layer.weights)
 
     def call(
         self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a layer in a compiled function, if XLA can compile the call.
+        """Calls a layer in a compiled function, or in several, if XLA can compile it.
 
         Args:
             original: Function of the layer and its arguments that calls it.
@@ -110,10 +119,16 @@ class CompiledCalls:
             Outputs of the layer.
         """
         function = functools.partial(original, layer)
+        if self._is_cut(layer):
+            with self._is_in_layers.raised():
+                return function(*args, **kwargs)
         compiled = None
-        if not self._has_remote(layer):
+        if self.is_compiled(layer):
             compiled = self.function(function, [layer], args, kwargs)
-        return function(*args, **kwargs) if compiled is None else compiled(*args, **kwargs)
+        if compiled is not None:
+            return compiled(*args, **kwargs)
+        with self._is_in_layers.lowered():
+            return function(*args, **kwargs)
 
     def function(
         self,
@@ -169,9 +184,12 @@ class CompiledCalls:
             Outputs of the model.
         """
         run = call.get("operation_fn") or _same
+        if self._is_inside:
+            return call.proceed(operation_fn=functools.partial(self._watched, run))
 
         def kind_of(operation: Any) -> str:
-            return _COMPILED if self.is_compiled(operation) else _AS_IT_IS
+            is_compiled = self.is_compiled(operation) and not self._is_cut(operation)
+            return _COMPILED if is_compiled else _AS_IT_IS
 
         def run_one(segment: Segment, found: dict[int, Any]) -> bool:
             compiled, plain = None, functools.partial(run_segment, segment, run)
@@ -183,15 +201,15 @@ class CompiledCalls:
             segment.run(found, compiled or plain)
             return True
 
-        if self._is_inside:
-            return call.proceed(operation_fn=functools.partial(self._watched, run))
-        return self.run_segments(call, kind_of, run_one)
+        parts = None if self._blocks is None else self._blocks.parts_of(call.owner)
+        return self.run_segments(call, kind_of, run_one, parts)
 
     def run_segments(
         self,
         call: Call,
         kind_of: Callable[[Any], Any],
         run_one: Callable[[Segment, dict[int, Any]], bool],
+        parts: Mapping[int, int] | None = None,
     ) -> Any:
         """Runs the graph of a functional model, segment by segment.
 
@@ -200,6 +218,7 @@ class CompiledCalls:
             kind_of: Function of an operation that returns its kind, as for `split`.
             run_one: Function of a segment, and of tensors by ids of symbolic ones, to which it adds
                 the outputs. It returns False if the segment is to be cut once more.
+            parts: Numbers of parts, as for `split`.
         """
         model, given = call.owner, tree.flatten(call.get("inputs"))
         if (
@@ -212,18 +231,20 @@ class CompiledCalls:
         found = {id(one): tensor for one, tensor in zip(model.inputs, given)}
 
         def run(function: Any) -> None:
-            for segment in self._segments_of(function, kind_of):
+            for segment in self._segments_of(function, kind_of, parts):
                 if not run_one(segment, found):
                     run(segment.function)
 
         run(model)
         return tree.pack_sequence_as(model._outputs_struct, [found[id(t)] for t in model.outputs])
 
-    def _segments_of(self, function: Any, kind_of: Callable[[Any], Any]) -> list[Segment]:
+    def _segments_of(
+        self, function: Any, kind_of: Callable[[Any], Any], parts: Mapping[int, int] | None
+    ) -> list[Segment]:
         known = self._segments.setdefault(function, {})
         kinds = tuple(kind_of(operation) for operation in function.operations)
         if kinds not in known:
-            known[kinds] = split(function, kind_of)
+            known[kinds] = split(function, kind_of, parts)
         return known[kinds]
 
     def is_compiled(self, operation: Any) -> bool:
@@ -231,6 +252,9 @@ class CompiledCalls:
         if operation in self._not_compiled:
             return False
         return not isinstance(operation, keras.Layer) or not self._has_remote(operation)
+
+    def _is_cut(self, operation: Any) -> bool:
+        return self._blocks is not None and self._blocks.is_cut(operation)
 
     def _watched(self, run: Callable[..., Any], operation: Any) -> Callable[..., Any]:
         """Runs an operation of a model, and notes whether XLA can compile it."""

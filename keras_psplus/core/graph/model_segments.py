@@ -4,14 +4,15 @@
     levels:    0   0   1   2   2
     segments: [a   a] [b] [a   a]
 
-A segment has all operations of one kind and level. An operation's level is the highest of those
-before it, and one more behind another kind, so that segments run in the order of their levels.
+A segment has all operations of one kind, level and part. An operation's level is the highest of
+those before it, and one more behind another kind, so that segments run in the order of their
+levels. Parts cut what would be one segment, and increase along the graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import keras
@@ -47,33 +48,45 @@ class Segment:
         found.update((id(one), output) for one, output in zip(self.function.outputs, outputs))
 
 
-def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
+def nodes_in_order(function: Any) -> list[Any]:
+    """Nodes of a graph's operations, each behind those that it needs."""
+    given = {id(one) for one in function.inputs}
+    return [
+        node
+        for depth in sorted(function._nodes_by_depth, reverse=True)
+        for node in function._nodes_by_depth[depth]
+        if not (node.is_input or all(id(one) in given for one in node.outputs))
+    ]
+
+
+def split(
+    function: Any, kind_of: Callable[[Any], Hashable], parts: Mapping[int, int] | None = None
+) -> list[Segment]:
     """Cuts a graph into segments.
 
     Args:
         function: `keras.Function` or functional model.
         kind_of: Function of an operation that returns its kind, or `INHERITED`.
+        parts: Numbers of parts by ids of nodes, which increase along the graph; by default there is
+            one part.
 
     Returns:
         List of segments, in an order in which they can run.
     """
     # By ids of tensors; what the graph is given has no place.
     places: dict[int, tuple[int, Hashable]] = {}
-    members: dict[tuple[int, Hashable], list[Any]] = {}
-    given = {id(one) for one in function.inputs}
-    for depth in sorted(function._nodes_by_depth, reverse=True):
-        for node in function._nodes_by_depth[depth]:
-            if node.is_input or all(id(one) in given for one in node.outputs):
-                continue
-            before = [places[id(one)] for one in node.input_tensors if id(one) in places]
-            kind = kind_of(node.operation)
-            if kind is INHERITED:
-                kind = max(before, key=lambda place: place[0])[1] if before else None
-            level = max((level + (other != kind) for level, other in before), default=0)
-            members.setdefault((level, kind), []).append(node)
-            places.update((id(one), (level, kind)) for one in node.outputs)
+    members: dict[tuple[int, int, Hashable], list[Any]] = {}
+    for node in nodes_in_order(function):
+        before = [places[id(one)] for one in node.input_tensors if id(one) in places]
+        kind = kind_of(node.operation)
+        if kind is INHERITED:
+            kind = max(before, key=lambda place: place[0])[1] if before else None
+        level = max((level + (other != kind) for level, other in before), default=0)
+        part = (parts or {}).get(id(node), 0)
+        members.setdefault((level, part, kind), []).append(node)
+        places.update((id(one), (level, kind)) for one in node.outputs)
     segments, last = [], {id(one): one for one in function.outputs}
-    for place in sorted(members, key=lambda place: place[0]):
+    for place in sorted(members, key=lambda place: place[:2]):
         nodes = members[place]
         made = {id(one): one for node in nodes for one in node.outputs}
         inputs = {id(t): t for node in nodes for t in node.input_tensors if id(t) not in made}
@@ -86,6 +99,6 @@ def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
         }
         outputs = [one for key, one in made.items() if key in used or key in last]
         if inputs and outputs:
-            part = keras.Function(list(inputs.values()), outputs)
-            segments.append(Segment(place[1], [node.operation for node in nodes], part))
+            own = keras.Function(list(inputs.values()), outputs)
+            segments.append(Segment(place[2], [node.operation for node in nodes], own))
     return segments

@@ -1,1 +1,1 @@
-"""Models outside `fit`: other strategies', unbuilt, saved."""
+"""Models outside `fit` (other strategies', unbuilt, saved), and their parts."""

@@ -5,6 +5,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from keras_psplus.planning.contiguous_parts import contiguous_parts, part_numbers
+
 # How much slower than the fastest a cut may be whose memory is more even; from how many times the
 # mean on a stage's memory counts as uneven; and bytes that fit everywhere.
 _SLOWER, _UNEVEN, _SMALL = 1.1, 1.5, 64e6
@@ -59,22 +61,24 @@ def balance(
     def time(part: int, first: int, end: int) -> float:
         return sums[end] - sums[first]
 
-    fastest = _cut(count, stages, time)
+    fastest = contiguous_parts(count, stages, time)
     # Sums differ by rounding.
     shortest = max(time(0, *edges) for edges in fastest) * (1 + 1e-9)
     if sent is not None:
         fastest = _sending_least(count, stages, time, _SLOWER_TO_SEND_LESS * shortest, sent)
     if memory is None:
-        return _numbers(fastest)
+        return part_numbers(fastest)
     of_parts = [memory(part, *edges) for part, edges in enumerate(fastest)]
     mean = sum(of_parts) / stages
     if max(of_parts) <= max(_UNEVEN * mean, _SMALL):
-        return _numbers(fastest)
+        return part_numbers(fastest)
     most = _SLOWER * shortest
-    even = _cut(count, stages, lambda *part: _if(time(*part) <= most, memory(*part)))
+    even = contiguous_parts(count, stages, lambda *part: _if(time(*part) <= most, memory(*part)))
     least = max(memory(part, *edges) for part, edges in enumerate(even))
     limit = max(least, _UNEVEN * mean, _SMALL)
-    return _numbers(_cut(count, stages, lambda *part: _if(memory(*part) <= limit, time(*part))))
+    return part_numbers(
+        contiguous_parts(count, stages, lambda *part: _if(memory(*part) <= limit, time(*part)))
+    )
 
 
 def _sending_least(
@@ -89,35 +93,9 @@ def _sending_least(
     def sends(_: int, first: int, end: int) -> float:
         return sent(end) if end < count else 0.0
 
-    least = _cut(count, stages, lambda *part: _if(time(*part) <= most, sends(*part)))
+    least = contiguous_parts(count, stages, lambda *part: _if(time(*part) <= most, sends(*part)))
     limit = max(sends(0, *edges) for edges in least)
-    return _cut(count, stages, lambda *part: _if(sends(*part) <= limit, time(*part)))
-
-
-def _cut(count: int, stages: int, cost: Callable[[int, int, int], float]) -> list[tuple[int, int]]:
-    """Partition into contiguous parts that minimizes the largest part's cost.
-
-    Parts are pairs `[first, end)`.
-    """
-    # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
-    best = [[(0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
-    for k in range(1, stages + 1):
-        row = []
-        for j in range(count + 1):
-            cuts = range(k - 1, j)
-            choices = ((max(best[k - 1][i][0], cost(k - 1, i, j)), i) for i in cuts)
-            row.append(min(choices, default=(math.inf, 0)))
-        best.append(row)
-    parts, end = [], count
-    for k in range(stages, 0, -1):
-        first = best[k][end][1]
-        parts.append((first, end))
-        end = first
-    return parts[::-1]
-
-
-def _numbers(parts: Sequence[tuple[int, int]]) -> list[int]:
-    return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
+    return contiguous_parts(count, stages, lambda *part: _if(sends(*part) <= limit, time(*part)))
 
 
 def _if(allowed: bool, cost: float) -> float:

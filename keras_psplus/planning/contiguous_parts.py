@@ -1,0 +1,48 @@
+"""Partition of a list into contiguous parts with the smallest largest cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def contiguous_parts(
+    count: int, parts: int, cost: Callable[[int, int, int], float]
+) -> list[tuple[int, int]]:
+    """Partition that minimizes the cost of its most expensive part.
+
+    Args:
+        count: Number of elements.
+        parts: Number of parts, none of which is empty; at most `count`.
+        cost: Function of the number of a part, its first element and one past its last.
+
+    Returns:
+        List of parts, as pairs `[first, end)`.
+
+    Example:
+
+    ```python
+    sizes = [4, 1, 1, 4]
+    contiguous_parts(4, 2, lambda part, first, end: sum(sizes[first:end]))  # [(0, 2), (2, 4)]
+    ```
+    """
+    # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
+    best = [[(0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
+    for k in range(1, parts + 1):
+        row = []
+        for j in range(count + 1):
+            cuts = range(k - 1, j)
+            choices = ((max(best[k - 1][i][0], cost(k - 1, i, j)), i) for i in cuts)
+            row.append(min(choices, default=(math.inf, 0)))
+        best.append(row)
+    found, end = [], count
+    for k in range(parts, 0, -1):
+        first = best[k][end][1]
+        found.append((first, end))
+        end = first
+    return found[::-1]
+
+
+def part_numbers(parts: list[tuple[int, int]]) -> list[int]:
+    """Number of each element's part, of a list of parts as `contiguous_parts` returns it."""
+    return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
