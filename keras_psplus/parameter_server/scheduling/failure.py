@@ -39,12 +39,7 @@ def translate_errors(server_addresses: Callable[[], Sequence[str]]) -> Iterator[
 
 
 class WorkerWatch:
-    """Gives the workers up after a while in which none of them could be reached.
-
-    Args:
-        addresses: Addresses of the workers, in order.
-        timeout: Seconds to wait for one to come back.
-    """
+    """Gives the workers up if none of them could be reached for some seconds."""
 
     def __init__(self, addresses: Sequence[str], timeout: float) -> None:
         self._addresses, self._timeout = addresses, timeout
