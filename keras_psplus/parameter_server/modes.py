@@ -119,8 +119,9 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
         )
     if overlap_steps and is_ruled_out:
         raise ValueError(
-            "`overlap_steps` goes without `backup_workers` and `updates`, with which it is not "
-            "known in time what a step begins from. Leave one of them out. "
+            "`overlap_steps` goes without `backup_workers`, whose late workers would have to read "
+            "every update before the next step, and without `updates`, with which a worker's step "
+            "goes on from what its step before has left. Leave one of them out. "
             f"Received: overlap_steps={overlap_steps}, backup_workers={mode.backup_workers}, "
             f"updates={updates!r}"
         )
