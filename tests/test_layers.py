@@ -77,7 +77,7 @@ FOLDERS = {
     "layers": ["combiners", "dynamic_embedding"],
     "parameter_server": [
         *("modes", "tracing", "placement", "state", "transport"),
-        *("data", "scheduling", "startup", "extended", "context", "reports", "overlap", "steps"),
+        *("data", "scheduling", "startup", "extended", "context", "reports", "steps"),
         *("sync", "updates"),
         *("predict_function", "train_function", "engine", "strategy"),
     ],

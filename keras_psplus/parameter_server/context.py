@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.modes import Mode
-    from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
     from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+    from keras_psplus.parameter_server.sync.automatic import OverlapChoice
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
     from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
@@ -25,26 +25,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class StepContext:
-    """The objects of a `ParameterServerStrategy` that its steps are made with.
-
-    Parts take this instead of the strategy, which makes all of them.
+    """The objects that steps are made with; parts take this instead of the strategy.
 
     Attributes:
-        strategy: The strategy, whose replica context steps run in.
-        extended: Its implementation half: variables, compressors, the workers' states.
-        engine: Its engine.
-        num_workers: Number of workers that take steps.
+        extended: The strategy's implementation half: variables, compressors, the workers' states.
         mode: When workers wait for one another.
         overlap: Whether a worker reads for its next training step before it has sent this one's.
-        scheduler: Sends steps to the workers.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
-        progress: Progress of the chief.
         times: Seconds of training steps by task.
         updating: Gradients accumulated on workers, and the schedule of sending them.
         steps_by_worker: Number of training steps of the present epoch by worker.
-        functions: Functions of models whose steps may be under way, each with a method `drain`;
-            held weakly.
+        functions: Functions of models with a method `drain`, whose steps may be under way.
     """
 
     strategy: tf.distribute.Strategy

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.core import gradient_path
@@ -22,25 +23,20 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
-from keras_psplus.parameter_server import predict_function
-from keras_psplus.parameter_server.data import chief_data, distributed_data
+from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.data import chief_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
-from keras_psplus.parameter_server.reports import variable_kinds
+from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.state.served_state import ServedState
-from keras_psplus.parameter_server.steps.compiled_step import ServedFunction
+from keras_psplus.parameter_server.state.worker_state import ServedState
+from keras_psplus.parameter_server.steps.model_steps import ServedFunction
 from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
-from keras_psplus.parameter_server.tracing.chief_writes import applying_sums_flag
+from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
 from keras_psplus.parameter_server.train_function import TrainFunction
-from keras_psplus.parameter_server.transport import clipping, server_side
+from keras_psplus.parameter_server.transport import server_side
 from keras_psplus.parameter_server.updates import worker_updates
 from keras_psplus.updates import Accumulate
-
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.engine import Variables
-    from keras_psplus.parameter_server.context import StepContext
 
 
 class ParameterServerEngine(DistributedEngine):
@@ -102,7 +98,7 @@ class ParameterServerEngine(DistributedEngine):
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:
         model = call.owner
         if model.predict_function is None or call.get("force"):
-            model.predict_function = predict_function.make(self._context, model)
+            model.predict_function = PredictFunction(self._context, model)
         return model.predict_function
 
     @answers("predict", "predict_on_batch")
@@ -118,7 +114,8 @@ class ParameterServerEngine(DistributedEngine):
         # Asked for before validation, and before other callbacks see the epoch's end and save.
         model = event.owner
         if event.name == "steps_end" and model in self._callbacks:
-            loss, callbacks = _take_bad_loss(model), self._callbacks[model]()
+            take = getattr(model.train_function, "take_bad_loss", lambda: None)
+            loss, callbacks = take(), self._callbacks[model]()
             if loss is not None and callbacks is not None:
                 for callback in callbacks.callbacks:
                     if isinstance(callback, keras_callbacks.TerminateOnNaN):
@@ -130,7 +127,7 @@ class ParameterServerEngine(DistributedEngine):
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
         context, seed_for = self._context, self.progress.data_seed
-        of_workers = distributed_data.take_apart(context.num_workers, call.kwargs)
+        of_workers = chief_data.take_apart(context.num_workers, call.kwargs)
         iterator = epochs.make_without_data(call)
         worker_data = chief_data.on_workers(
             context, iterator.data_adapter, self._in_order, of_workers, seed_for
@@ -188,7 +185,7 @@ class ParameterServerEngine(DistributedEngine):
             shape = getattr(variable, "_shape", None)
             if shape is None and not callable(value):
                 shape = getattr(value, "shape", None)
-            kind = variable_kinds.kind_of(variable, self._context.mode.is_sync)
+            kind = reports.kind_of(variable, self._context.mode.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
                 return call.proceed()
         finally:
@@ -196,21 +193,18 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("assign", "numpy")
     def _wait_and_proceed(self, call: Call) -> Any:
-        self._wait_for_earlier_steps(call.owner)
-        return call.proceed()
-
-    def _wait_for_earlier_steps(self, variable: Any) -> None:
         # From a callback, for example: steps that were sent before come before.
         if worker_function.current_trace() is None and tf.executing_eagerly():
-            if variable_kinds.is_closure_variable(variable._value):
+            if reports.is_closure_variable(call.owner._value):
                 self._context.drain()
-            elif variable_kinds.on_ps(variable._value) and self._context.scheduler.is_busy:
+            elif reports.on_ps(call.owner._value) and self._context.scheduler.is_busy:
                 self._context.scheduler.join()
+        return call.proceed()
 
     @answers("assign_add", "assign_sub")
     def _change(self, call: Call) -> Any:
         own = call.owner._value
-        is_shared = variable_kinds.on_ps(own) or variable_kinds.is_closure_variable(own)
+        is_shared = reports.on_ps(own) or reports.is_closure_variable(own)
         if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
             return call.proceed()
         # Keras reads, adds and writes: another worker's step in between would be lost.
@@ -219,7 +213,7 @@ class ParameterServerEngine(DistributedEngine):
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
-        return not is_other and variable_kinds.on_ps(variable._value)
+        return not is_other and reports.on_ps(variable._value)
 
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:
@@ -271,7 +265,7 @@ class ParameterServerEngine(DistributedEngine):
 
         # Keras's own sums are where the variables are, so that each batch would send its gradients
         # to be added, and the update would bring the sums back. Here they stay on the worker.
-        def update(means: list[Any], variables: Variables) -> None:
+        def update(means: list[Any], variables: list[Any]) -> None:
             # Keras's sums are whole tensors: a row that came twice is one there.
             means = [duplicate_rows.distinct(mean) for mean in means]
             gradient_path.update(self, optimizer, means, variables)
@@ -282,7 +276,7 @@ class ParameterServerEngine(DistributedEngine):
 
     def clip(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         if applying_sums_flag:
-            return clipping.clip(optimizer, grads)
+            return server_side.clip(optimizer, grads)
         return super().clip(optimizer, grads, variables)
 
     def update(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
@@ -316,17 +310,10 @@ class ParameterServerEngine(DistributedEngine):
     def _begin_training(self, event: Call) -> Any:
         callbacks = event.owner
         self._callbacks[callbacks._model] = weakref.ref(callbacks)
-        begin = getattr(callbacks._model.train_function, "begin_training", None)
-        if begin is not None:
-            begin()
+        getattr(callbacks._model.train_function, "begin_training", lambda: None)()
         return super()._begin_training(event)
 
     @answers("batch_end")
     def _end_batch(self, event: Call) -> None:
         event.owner._last_batch = event.get("batch")
         super()._end_batch(event)
-
-
-def _take_bad_loss(model: keras.Model) -> Any:
-    take = getattr(model.train_function, "take_bad_loss", None)
-    return take() if take is not None else None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from keras_psplus.arguments import MOST, shown
 from keras_psplus.cluster.launcher import launch_flags
-
-if TYPE_CHECKING:
-    from keras_psplus.updates import Updates
+from keras_psplus.updates import Updates
 
 
 class Mode(NamedTuple):
@@ -33,11 +31,7 @@ class Mode(NamedTuple):
         return math.inf if self.max_staleness is None else self.max_staleness
 
     def window(self, overlaps: bool) -> int:
-        """Maximum number of training steps that a worker has under way.
-
-        Args:
-            overlaps: Whether it reads for one while it computes another and sends a third.
-        """
+        """Maximum number of steps under way on a worker: reading, computing and sending."""
         return 3 if overlaps and not self.is_sync else 1
 
     def check_workers(self, num_workers: int) -> None:
@@ -51,19 +45,7 @@ class Mode(NamedTuple):
 
 
 def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mode:
-    """Checks a strategy's arguments.
-
-    Args:
-        mode: `"async"` or `"sync"`.
-        backup_workers: Int.
-        max_staleness: Int or None.
-
-    Returns:
-        A `Mode`.
-
-    Raises:
-        ValueError: If one of them is out of its range, or has no meaning in this mode.
-    """
+    """Checks arguments; raises ValueError if one is out of range or meaningless."""
     if not isinstance(mode, str) or mode not in ("async", "sync"):
         raise ValueError(f'`mode` must be "async" or "sync". Received: mode={shown(mode)}')
     if not _is_count(backup_workers):
@@ -92,18 +74,7 @@ def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mod
 
 
 def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
-    """Checks that a way of updating has a meaning.
-
-    Args:
-        updates: `keras_psplus.updates.Updates` or None.
-        mode: `Mode`.
-
-    Returns:
-        `updates`.
-
-    Raises:
-        ValueError: If it has none under parameter servers, or in this mode.
-    """
+    """Raises ValueError if a way of updating has no meaning, else returns it."""
     if updates is None:
         return None
     if not updates.on_parameter_servers:
@@ -132,15 +103,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None) -> bool | None:
-    """Checks `overlap_steps`.
-
-    Args:
-        overlap_steps: What was given.
-        mode: The checked mode.
-        updates: The checked updates.
-
-    Returns:
-        It, as a bool; None if the first steps are to show it.
+    """Checks `overlap_steps`; returns a bool, or None if the first steps are to show it.
 
     Raises:
         ValueError: If it is neither a bool nor "auto", or another argument rules it out.
@@ -156,8 +119,9 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
         )
     if overlap_steps and is_ruled_out:
         raise ValueError(
-            "`overlap_steps` goes without `backup_workers` and `updates`, with which it is not "
-            "known in time what a step begins from. Leave one of them out. "
+            "`overlap_steps` goes without `backup_workers`, whose late workers would have to read "
+            "every update before the next step, and without `updates`, with which a worker's step "
+            "goes on from what its step before has left. Leave one of them out. "
             f"Received: overlap_steps={overlap_steps}, backup_workers={mode.backup_workers}, "
             f"updates={updates!r}"
         )
@@ -165,15 +129,7 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
 
 
 def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> int:
-    """Checks with how many workers training begins.
-
-    Args:
-        min_workers: What was given; None for the launcher's, or all.
-        mode: The checked mode.
-        num_workers: Number of workers of the cluster.
-
-    Returns:
-        The number.
+    """Checks with how many workers training begins; None for the launcher's number, or all.
 
     Raises:
         ValueError: If it is out of its range, or the mode needs all workers.
@@ -197,11 +153,7 @@ def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> 
 
 
 def check_no_min_workers(min_workers: int | None) -> None:
-    """Checks that workers are not to come to servers that were started otherwise.
-
-    Raises:
-        ValueError: If they are.
-    """
+    """Raises ValueError if workers are to come to servers that were started otherwise."""
     if min_workers is not None:
         raise ValueError(
             "`min_workers` needs tasks that this library starts: leave out `cluster_resolver`, and "

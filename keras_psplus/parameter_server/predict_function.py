@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
-from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals
-from keras_psplus.parameter_server.steps.compiled_step import compiled_step
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
+from keras_psplus.parameter_server.steps.model_steps import compiled_step, tensors, weights
 from keras_psplus.parameter_server.steps.runner import describe
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
-from keras_psplus.parameter_server.steps.step_inputs import tensors, weights
+from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.tf_internals import tensor_conversion_registry
 
-if TYPE_CHECKING:
-    import keras
 
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.scheduling.closures import Closure
-    from keras_psplus.parameter_server.tracing.worker_function import Trace
-
-
-def make(context: StepContext, model: keras.Model) -> _PredictFunction:
-    """The predict function of a model: takes batches, and returns outputs that may be awaited."""
-
-    def concatenated(trace: Trace, outputs: list[Any]) -> tuple[tf.Tensor, Any, Any]:
-        result = outputs[0]
-        if len(outputs) > 1:
-            result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
-        return trace.changes(), result, ()
-
-    compiled = compiled_step(context.engine, model, model.predict_step)
-    step = model._autoconvert_optionals(compiled)
-    return _PredictFunction(
-        context, StepFunctions(context, step, concatenated, lambda: weights(model))
-    )
-
-
-class _PredictFunction:
+class PredictFunction:
     """A predict function whose steps run on the workers; their outputs are waited for later."""
 
-    def __init__(self, context: StepContext, functions: StepFunctions) -> None:
-        self._context, self._functions = context, functions
-        self._sent = 0
+    def __init__(self, context: StepContext, model: keras.Model) -> None:
+        compiled = compiled_step(context.engine, model, model.predict_step)
+        step = model._autoconvert_optionals(compiled)
+        self._functions = StepFunctions(context, step, _concatenated, lambda: weights(model))
+        self._context, self._sent = context, 0
         self._totals: ClosureTotals | None = None
         context.functions.add(self)
 
     def __call__(self, batches: Any) -> Any:
         batches = [tensors(batch) for batch in batches]
         function, payload = self._functions(batches)
-        if self._totals is None or not self._totals.are_of(function.variables):
+        if self._totals is None or not are_same(self._totals.variables, function.variables):
             self.drain()
             self._totals = ClosureTotals(function.variables)
         result = self._context.scheduler.submit(
@@ -75,6 +57,13 @@ class _PredictFunction:
         if self._totals is not None and self._totals.has_seeds:
             self._totals.write()
         self._sent, self._totals = 0, None
+
+
+def _concatenated(trace: Trace, outputs: list[Any]) -> tuple[tf.Tensor, Any, Any]:
+    result = outputs[0]
+    if len(outputs) > 1:
+        result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
+    return trace.changes(), result, ()
 
 
 class _Awaited:

@@ -18,7 +18,6 @@ from keras_psplus.core.jobs import job_failure
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import membership
-from keras_psplus.parameter_server.scheduling.departures import Departures
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 
@@ -93,26 +92,14 @@ def read_task() -> config.TaskConfig:
 def serve_and_exit(task: config.TaskConfig, startup_timeout: float, may_leave: bool) -> None:
     """Serves until the chief has ended, and ends the process.
 
-    Args:
-        task: The task's `TaskConfig`.
-        startup_timeout: Seconds to wait for the chief.
-        may_leave: Whether SIGTERM ends a worker, which the others go on without.
+    With `may_leave`, SIGTERM ends a worker, which the others go on without.
     """
     may_leave = may_leave and task.task_type == "worker"
     serve.end_process_after(lambda: serve.serve(task, startup_timeout, may_leave=may_leave))
 
 
 def wait_for_servers(task: config.TaskConfig, startup_timeout: float, min_workers: int) -> set[int]:
-    """Waits, in the chief, for the parameter servers and enough workers.
-
-    Args:
-        task: Its `TaskConfig`.
-        startup_timeout: Seconds to wait.
-        min_workers: Number of workers that are enough.
-
-    Returns:
-        Numbers of the workers that are not there.
-    """
+    """Waits, in the chief, for the other tasks; returns the numbers of absent workers."""
     tuning.tune()
     tuning.hide_gpus()
     workers = task.cluster["worker"]
@@ -154,11 +141,7 @@ class Servers:
             self.notifier = shutdown.ShutdownNotifier(self._lease.servers, but=names)
 
     def admit(self, name: str) -> None:
-        """Claims a worker that has come, or come back.
-
-        Raises:
-            ClusterStartupError: If it serves another chief, or has another token or version.
-        """
+        """Claims a worker that has come; raises ClusterStartupError if it is not ours."""
         self._lease.claim(name)
         with contextlib.suppress(OSError):  # TensorFlow's own server, or it is gone again.
             address, own = self._lease.servers[name], serve.own_versions()
@@ -173,7 +156,7 @@ class Servers:
         """Lets workers go that are told to end, from now on."""
         assert self.notifier is not None
         told = functools.partial(self.notifier.told_to_end, "worker")
-        Departures(queue, members, told, self.notifier.let_go)
+        membership.Departures(queue, members, told, self.notifier.let_go)
 
     def greet(self, name: str) -> None:
         """Greets a worker that has come, to which this chief is one of many."""

@@ -24,12 +24,12 @@ from keras_psplus.parameter_server import modes, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
 from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.scheduling.stalls import StallProbe
+from keras_psplus.parameter_server.sync.automatic import OverlapChoice
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.transport.compressors import Compressors

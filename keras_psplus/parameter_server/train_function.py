@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch import batches
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.data.split import split
+from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.data.tickets import Ticket
 from keras_psplus.parameter_server.data.worker_data import WorkerIterator
-from keras_psplus.parameter_server.reports import placement_table
-from keras_psplus.parameter_server.steps.compiled_step import compiled_step
+from keras_psplus.parameter_server.steps.model_steps import compiled_step, tensors, weights
 from keras_psplus.parameter_server.steps.runner import StepRunner
-from keras_psplus.parameter_server.steps.step_inputs import tensors, weights
 from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 from keras_psplus.parameter_server.updates import worker_updates
-
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.data.tickets import Ticket
-    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 
 class TrainFunction:
@@ -45,19 +40,15 @@ class TrainFunction:
         step = _knowing_rows(model._autoconvert_optionals(compiled))
         if is_training:
             step = context.updating.wrap(model, step)
-        self._runner = self._runner_of(step, is_training)
+        is_sync = is_training and context.mode.is_sync
+        args = context, step, lambda: weights(model), self._results
+        self._runner = SyncRunner(*args) if is_sync else StepRunner(*args, is_training)
         # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
         # steps bring back later.
         self._logs: dict[str, Any] = {}
         self._is_reported = False
         self._bound = context.mode.bound if is_training else math.inf
         context.functions.add(self)
-
-    def _runner_of(self, step: Callable[..., Any], is_training: bool) -> StepRunner:
-        args = self._context, step, lambda: weights(self._model), self._results
-        if is_training and self._context.mode.is_sync:
-            return SyncRunner(*args, split)
-        return StepRunner(*args, is_training)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._context.progress
@@ -117,7 +108,7 @@ class TrainFunction:
     def _begin(self) -> None:
         """Begins an epoch, or a step of `train_on_batch`, with no step under way."""
         self._context.drain(but=self)
-        self._scheduler.clocks.begin(self._bound)
+        self._scheduler.begin(self._bound)
         if self._is_training:
             self._context.steps_by_worker.clear()
 
@@ -126,8 +117,8 @@ class TrainFunction:
         if self._is_training and not self._is_reported and self._context.extended._num_ps > 1:
             addresses = self._context.server_addresses()
             due = self._context.extended.placement.weights
-            logger.info("%s", placement_table.report(addresses, due, self._model))
-            placement_table.warn_of_whole_tensors(self._model)
+            logger.info("%s", reports.report(addresses, due, self._model))
+            reports.warn_of_whole_tensors(self._model)
         self._is_reported = True
 
     def begin_training(self) -> None:

@@ -125,7 +125,7 @@ KNOWN = [
         "a worker looks whether it has its state, or has begun anew",
         (WAIT,),
         ("If",),
-        ("parameter_server/state/worker_state.py *",),
+        ("parameter_server/state/worker_variables.py *",),
         dtypes="bool",
     ),
     Known(

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.reports import placement_table
+from keras_psplus.parameter_server import reports
 
 IDS, DIM, STEPS, BATCH = 1001, 64, 12, 16
 WEIGHTS = [1, 1, 2]
@@ -77,7 +77,7 @@ def places_are_in_proportion(strategy):
             for v in (slot, variable)
         )
         assert of_slot == of_variable
-    sizes = placement_table.bytes_on_ps([*model.variables, *model.optimizer.variables], 3)
+    sizes = reports.bytes_on_ps([*model.variables, *model.optimizer.variables], 3)
     # The optimizer's are among the model's: those count once more, alike on all.
     for size, weight in zip(sizes, WEIGHTS):
         assert size <= 1.1 * sum(sizes) * weight / 4, sizes

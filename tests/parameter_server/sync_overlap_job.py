@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.overlap import automatic
+from keras_psplus.parameter_server.sync import automatic
 from tests.multi_process import fit_cases
 
 BATCH, STEPS = 8, 12

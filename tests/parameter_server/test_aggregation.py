@@ -33,7 +33,8 @@ def test_who_waits_for_gradients_that_will_not_come_is_released(has_rows, variab
 
     @tf.function(autograph=False)
     def release(stamp):
-        aggregation.release(made, stamp, tf.constant(3))
+        for one in aggregation.each(made):
+            one.release(stamp, tf.constant(3))
 
     @tf.function(autograph=False)
     def take(stamp):
@@ -41,7 +42,8 @@ def test_who_waits_for_gradients_that_will_not_come_is_released(has_rows, variab
 
     @tf.function(autograph=False)
     def discard(stamp):
-        aggregation.discard(made, stamp)
+        for one in aggregation.each(made):
+            one.discard(stamp)
 
     for number in (1, 2):
         stamp = tf.constant(number, tf.int64)
@@ -67,7 +69,8 @@ def test_only_what_carries_the_stamp_counts(has_rows, variable):
 
     @tf.function(autograph=False)
     def discard(stamp):
-        aggregation.discard(made, stamp)
+        for one in aggregation.each(made):
+            one.discard(stamp)
 
     @tf.function(autograph=False)
     def take(stamp, count, scale):

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.overlap.automatic import OverlapChoice
+from keras_psplus.parameter_server.sync.automatic import OverlapChoice
 
 WORKERS = 2
 

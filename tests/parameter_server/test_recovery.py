@@ -12,10 +12,10 @@ from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.parameter_server.scheduling import membership
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
-from keras_psplus.parameter_server.scheduling.membership import Members
+from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
-from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
-from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
+from keras_psplus.parameter_server.scheduling.scheduler import Lane
+from keras_psplus.parameter_server.scheduling.workers import RemoteWorker
 from keras_psplus.parameter_server.tracing import losses
 
 SECONDS = 20

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.parameter_server.data.split import split
+from keras_psplus.parameter_server.sync.sync_steps import split
 from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for

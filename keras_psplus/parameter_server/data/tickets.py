@@ -18,14 +18,9 @@ _FREE_SECONDS = 0.002
 
 
 class Ticket:
-    """Some batches that are ready on a worker.
+    """Some batches of a share, in the memory of `home`, for a step of `worker`.
 
-    Attributes:
-        home: Index of that worker.
-        worker: Index of the worker that takes the step on them.
-        share: Number of the share that they are from.
-        batches: List of batches, or `JoinedBatches`: tensors in that worker's memory.
-        seconds: Seconds that it took to read them.
+    `seconds` is how long it took to read them.
     """
 
     def __init__(

@@ -103,11 +103,9 @@ class WorkerDataset:
         return {"pass": self._epoch, "taken": list(self._taken)}
 
     def begin_at(self, position: dict[str, Any]) -> None:
-        """Has the next pass be the one of a position, and begin there.
+        """Has the next pass be the one of a `position`, and begin there.
 
-        Args:
-            position: A `position` of the same data. With another number of workers, each share is
-                begun after as many batches as there were of a share on the average.
+        With another number of workers, each share begins after their average number of batches.
         """
         taken = position["taken"]
         if len(taken) != self._num_workers:
@@ -153,8 +151,6 @@ class WorkerIterator:
     Args:
         shares: Functions `(worker, position)` that open a share of the data and return a function
             that takes a number of batches from it.
-        num_workers: Number of workers.
-        element_spec: Type specification of a batch.
         taken: List of how many batches of each share come before; those taken are added.
         lost: Numbers of the workers that are not there, as they change.
     """
@@ -182,15 +178,13 @@ class WorkerIterator:
     def take(
         self, count: int, free: Callable[[], list[int]], while_waiting: Callable[[], None]
     ) -> Ticket | None:
-        """Takes the next batches for a free worker, of its share if that has some.
+        """Takes the next batches for a free worker; None at the end of the data.
 
-        Args:
-            count: Number of batches; the last ones of a share may be fewer.
-            free: Function that returns the workers that may be given a step, the next one first.
-            while_waiting: Called now and then while no batches come; may raise.
+        They are of its share if that has some.
 
-        Returns:
-            A `Ticket`, or None at the end of the data.
+        The last ones of a share may be fewer than `count`. `free` returns the workers that may be
+        given a step, the next one first. `while_waiting` is called while no batches come, and may
+        raise.
         """
         if not self._is_started:
             self._is_started = True

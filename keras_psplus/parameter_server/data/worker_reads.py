@@ -19,12 +19,7 @@ from keras_psplus.tf_internals import data_structure as structure
 
 
 class WorkerReads:
-    """Reads of a dataset's batches.
-
-    Args:
-        element_spec: Type specification of its batches.
-        joins: Whether several may be taken as `JoinedBatches`, if they fit.
-    """
+    """Reads of a dataset's batches, of which several may be joined if they fit."""
 
     def __init__(self, element_spec: Any, joins: bool) -> None:
         self._spec = element_spec
@@ -35,16 +30,7 @@ class WorkerReads:
         self._functions: dict[int, tuple[Any, Any]] = {}
 
     def take(self, iterator: tf.data.Iterator, worker: int, count: int) -> Batches:
-        """Takes batches; fewer than asked for at the end of the data.
-
-        Args:
-            iterator: The worker's iterator.
-            worker: Number of the worker.
-            count: Number of batches.
-
-        Returns:
-            A list of batches, or `JoinedBatches`, in the worker's memory.
-        """
+        """Takes batches into a worker's memory; fewer at the end of the data."""
         if count == 1 or not self._joins:
             return self._take_one_by_one(iterator, worker, count)
         if count not in self._functions:

@@ -12,8 +12,6 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from keras_psplus.arguments import shown
 from keras_psplus.parameter_server.placement import shard_sizes
 
@@ -28,13 +26,7 @@ _LEAST_PART = 0.05
 
 
 class Shard(NamedTuple):
-    """Some rows of a variable.
-
-    Attributes:
-        ps: Number of the parameter server that they go to; None for the least loaded.
-        first: The first row.
-        end: The row after the last one.
-    """
+    """Rows `first` to `end` of a variable; `ps` None for the least loaded."""
 
     ps: int | None
     first: int
@@ -82,20 +74,12 @@ class Placement:
         self._bytes[is_trained][ps] += size
 
     def cut(
-        self, shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, is_trained: bool
+        self, shape: shard_sizes.Shape, dtype: shard_sizes.DType, is_trained: bool
     ) -> list[Shard]:
         """Cuts a variable by rows so that all servers' bytes stay balanced.
 
-        Args:
-            shape: The variable's shape, of at least one dimension.
-            dtype: Its type.
-            is_trained: Whether it is trained.
-
-        Returns:
-            List of `Shard`s, in order; one of all rows if it stays whole.
-
-        Raises:
-            ValueError: If a row is too large to be sent.
+        Returns one shard of all rows if it stays whole, and raises ValueError if a row is too
+        large.
         """
         rows = shape[0]
         row_bytes = shard_sizes.row_bytes_of(shape, dtype)
@@ -151,12 +135,8 @@ def _shards(counts: Mapping[int, int], row_bytes: int, most: int) -> list[Shard]
 def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> list[float]:
     """Weights of the servers, to which their parts of the bytes are proportional.
 
-    Args:
-        addresses: Addresses of the servers, in order.
-        weights: The script's weights; None for equal weights of hosts, whose servers share a link.
-
-    Raises:
-        ValueError: If the script's weights do not fit the servers.
+    By default hosts have equal weights, whose servers share a link. Raises ValueError if the
+    script's weights do not fit the servers.
     """
     if weights is None:
         hosts = [address.rpartition(":")[0] for address in addresses]

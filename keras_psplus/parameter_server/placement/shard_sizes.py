@@ -5,49 +5,34 @@ neither be read as a whole nor saved.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
+Shape: TypeAlias = tf.TensorShape | Sequence[int]
+DType: TypeAlias = tf.DType | str
 # Above this, a variable is made here and not by TensorFlow, which would send it whole.
 LARGE_BYTES = 1 << 30
 # Of what a task can send at once, with room for what goes with it.
 MOST_BYTES = (1 << 31) - (1 << 20)
 
 
-def size_of(shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> int:
+def size_of(shape: Shape, dtype: DType) -> int:
     """Bytes of a variable."""
     return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
 
-def offsets_of(
-    shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str, shards: int, keeps_whole: bool
-) -> list[int]:
-    """The first rows of a large variable's shards.
+def offsets_of(shape: Shape, dtype: DType, shards: int, keeps_whole: bool) -> list[int]:
+    """The first rows of a large variable's shards, and the number of all.
 
-    Args:
-        shape: The variable's shape.
-        dtype: Its type.
-        shards: How many shards it would have by the partitioner.
-        keeps_whole: Whether shards of more than `LARGE_BYTES` stay as they are as long as they can
-            be sent.
-
-    Returns:
-        List of numbers of rows, of which the last is that of all rows.
-
-    Raises:
-        ValueError: If a row is too large.
+    With `keeps_whole`, shards of more than `LARGE_BYTES` stay so if they can be sent.
     """
     return offsets_of_rows(shape[0], row_bytes_of(shape, dtype), shards, keeps_whole)
 
 
-def row_bytes_of(shape: tf.TensorShape | Sequence[int], dtype: tf.DType | str) -> int:
-    """Bytes of a variable's row.
-
-    Raises:
-        ValueError: If that is too large.
-    """
+def row_bytes_of(shape: Shape, dtype: DType) -> int:
+    """Bytes of a variable's row; raises ValueError if that is too large to be sent."""
     row_bytes = size_of(shape[1:], dtype)
     if row_bytes > MOST_BYTES:
         raise ValueError(
@@ -69,17 +54,9 @@ def offsets_of_rows(rows: int, row_bytes: int, shards: int, keeps_whole: bool) -
 
 
 def form_of(
-    kwargs: Mapping[str, Any], shape: tf.TensorShape | Sequence[int] | None
-) -> tuple[tf.TensorShape | None, tf.DType | str | None]:
-    """Shape and dtype of a variable before its creation.
-
-    Args:
-        kwargs: The arguments that it is made with.
-        shape: Its shape, if Keras has said so.
-
-    Returns:
-        Its shape and its type; None for both unless both are known.
-    """
+    kwargs: Mapping[str, Any], shape: Shape | None
+) -> tuple[tf.TensorShape | None, DType | None]:
+    """Shape and dtype of a variable to be made; None unless both are known."""
     value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
     if isinstance(value, (tf.Tensor, np.ndarray)):
         shape, dtype = value.shape, dtype or value.dtype

@@ -12,22 +12,16 @@
 from __future__ import annotations
 
 import math
-import threading
 
 # Steps by which equally fast workers may be apart for a while.
 _NOISE = 4
 
 
 class Clocks:
-    """Clocks of the workers: steps given and steps done in the present epoch.
-
-    Args:
-        num_workers: Number of workers.
-    """
+    """Clocks of the workers: steps given and done, under the queue's lock."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers, self._bound = num_workers, math.inf
-        self._lock = threading.Lock()
         self._given = [0] * num_workers
         self._done = [0] * num_workers
         self._live = set(range(num_workers))
@@ -37,33 +31,27 @@ class Clocks:
     def begin(self, bound: float = math.inf) -> None:
         """Starts to count from zero, while no step is under way.
 
-        Args:
-            bound: Maximum number of steps given to a worker beyond those that the slowest worker
-                has done, when it is given another.
+        At most `bound` steps are given to a worker beyond those that the slowest has done.
         """
-        with self._lock:
-            self._bound = bound
-            self._given, self._done = [0] * self._num_workers, [0] * self._num_workers
-            self._first += 1
+        self._bound = bound
+        self._given, self._done = [0] * self._num_workers, [0] * self._num_workers
+        self._first += 1
 
     def settle(self) -> None:
         """Forgets unfinished steps, while none is under way: an error has ended them."""
-        with self._lock:
-            self._given = list(self._done)
+        self._given = list(self._done)
 
     def lose(self, worker: int) -> None:
         """Notes that a worker is lost, so that it holds up nobody."""
-        with self._lock:
-            self._live.discard(worker)
+        self._live.discard(worker)
 
     def welcome(self, worker: int) -> None:
         """Notes that a worker is back, as far as the slowest one."""
-        with self._lock:
-            behind = self._slowest() - self._done[worker] if self._live else 0
-            self._live.add(worker)
-            if behind > 0:
-                self._done[worker] += behind
-                self._given[worker] += behind
+        behind = self._slowest() - self._done[worker] if self._live else 0
+        self._live.add(worker)
+        if behind > 0:
+            self._done[worker] += behind
+            self._given[worker] += behind
 
     def _slowest(self) -> int:
         return min(self._done[worker] for worker in self._live)
@@ -72,56 +60,43 @@ class Clocks:
         return self._given[worker] - self._done[worker]
 
     def free(self, window: int) -> list[int]:
-        """Workers that may be given a step, the next one first.
-
-        Args:
-            window: Number of steps that keep a worker busy.
-        """
-        with self._lock:
-            able = [w for w in self._live if self._given[w] - self._slowest() <= self._bound]
-            if all(self._waiting(worker) >= window for worker in able):
-                return []
-            return sorted(
-                (worker for worker in able if self._waiting(worker) < window + _NOISE),
-                key=lambda w: (
-                    *(self._given[w], self._waiting(w)),
-                    (w - self._first) % self._num_workers,
-                ),
-            )
+        """Workers that may be given a step, in order; `window` steps keep one busy."""
+        able = [w for w in self._live if self._given[w] - self._slowest() <= self._bound]
+        if all(self._waiting(worker) >= window for worker in able):
+            return []
+        return sorted(
+            (worker for worker in able if self._waiting(worker) < window + _NOISE),
+            key=lambda w: (
+                *(self._given[w], self._waiting(w)),
+                (w - self._first) % self._num_workers,
+            ),
+        )
 
     def give(self, worker: int) -> None:
         """Notes that a worker is given a step."""
-        with self._lock:
-            self._given[worker] += 1
+        self._given[worker] += 1
 
     def slower(self, idle: int) -> int | None:
-        """Worker whose waiting step one that has nothing to do may take, or None.
-
-        Args:
-            idle: Number of the worker that would take it.
-        """
-        with self._lock:
-            given, done = self._given, self._done
-            if self._waiting(idle) or idle not in self._live:
-                return None
-            if given[idle] - self._slowest() > self._bound:
-                return None
-            # Noise adds up as the square root of the number of steps.
-            ahead = done[idle] - 2 - math.sqrt(done[idle]) / 2
-            slower = [
-                w
-                for w in self._live
-                if self._waiting(w) > 1 and (given[w] > given[idle] or done[w] < ahead)
-            ]
-            return max(slower, key=self._waiting, default=None)
+        """Worker whose waiting step an idle worker may take, or None."""
+        given, done = self._given, self._done
+        if self._waiting(idle) or idle not in self._live:
+            return None
+        if given[idle] - self._slowest() > self._bound:
+            return None
+        # Noise adds up as the square root of the number of steps.
+        ahead = done[idle] - 2 - math.sqrt(done[idle]) / 2
+        slower = [
+            w
+            for w in self._live
+            if self._waiting(w) > 1 and (given[w] > given[idle] or done[w] < ahead)
+        ]
+        return max(slower, key=self._waiting, default=None)
 
     def move(self, giver: int, taker: int) -> None:
         """Notes that a worker takes another one's step."""
-        with self._lock:
-            self._given[giver] -= 1
-            self._given[taker] += 1
+        self._given[giver] -= 1
+        self._given[taker] += 1
 
     def finish(self, worker: int) -> None:
         """Notes that a worker has done a step."""
-        with self._lock:
-            self._done[worker] += 1
+        self._done[worker] += 1

@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.parameter_server.data.tickets import Ticket
+from keras_psplus.parameter_server.scheduling.workers import WorkerCalls
 from keras_psplus.parameter_server.tracing import losses, remote, step_errors
-
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.data.tickets import Ticket
-    from keras_psplus.parameter_server.scheduling.remote_worker import WorkerCalls
 
 
 class Run(NamedTuple):
     """A run of a closure, as the chief sees it.
 
     Attributes:
-        worker: Number of the worker.
         began, ended: Seconds of `time.time()` when it was called, and when its result was here.
     """
 
@@ -33,13 +30,11 @@ class Closure:
     """A concrete function, its arguments, and the result that a worker brings.
 
     Args:
-        concrete: Concrete function.
         args: Its arguments.
         about: Description of its work, for messages.
         on_done: Called with the result and its `Run`, from another thread.
 
     Attributes:
-        about: As given.
         ticket: What the last of the arguments is read by, if workers read the data.
         may_overlap: Whether a worker may run it beside others of which that is true.
         home: Number of the worker that it counts for, or None if `Clocks` did not choose one.

@@ -1,4 +1,4 @@
-"""Workers of a job that are there at present, to TensorFlow and to the chief.
+"""Workers of a job that are there at present, and that come and go.
 
 TensorFlow waits for all tasks of a cluster's definition. So a worker that is not there is left out
 of it until it responds, be it one that was lost or one that has never come yet: the definition
@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.process.termination import SIGNAL
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
+from keras_psplus.parameter_server.tracing.losses import is_worker_loss
 from keras_psplus.tf_internals import context
 
-_RETRIES = 4
+_RETRIES, _RETRY_SECONDS, _ASK_SECONDS = 4, 0.5, 1.0
 
 
 def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set[int]) -> None:
@@ -74,10 +79,7 @@ class Members:
     def ready(self, lost: Collection[int], leaving: set[int]) -> set[int] | None:
         """Lost workers to be taken in; None if TensorFlow's view is not to change.
 
-        Args:
-            lost: Numbers of the lost workers.
-            leaving: Numbers of those that respond until they end; those that have ended are
-                removed.
+        Those that are `leaving` respond until they end; the set is freed of those that have.
         """
         there = self._responding(lost)
         leaving -= set(lost) - there
@@ -113,3 +115,88 @@ class Members:
                     job.tasks[worker] = self._addresses[worker]
         context.context().update_server_def(definition)
         self.absent = set(absent)
+
+
+class Reconnection:
+    """Takes workers in that were lost, or were not there before, between steps.
+
+    TensorFlow gives each task's runtime a new table of the functions that others run for it, and a
+    step that is under way then may look for its functions in the wrong table.
+
+    Args:
+        on_back: Called with the number of a worker that is back, before it gets a closure.
+    """
+
+    def __init__(
+        self, queue: ClosureQueue, members: Members, on_back: Callable[[int], None]
+    ) -> None:
+        self._queue, self._members, self._on_back = queue, members, on_back
+        threading.Thread(target=self._run, name="Reconnection", daemon=True).start()
+
+    def _run(self) -> None:
+        while lost := self._queue.wait_for_loss():
+            # The others go on meanwhile: TensorFlow's own call waits for all of them.
+            try:
+                found = self._members.ready(lost, self._queue.leaving)
+            except RuntimeError as ending:
+                if "interpreter shutdown" not in str(ending):
+                    raise
+                return  # The script ends without the worker.
+            if found is None:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            error = self._mend(lost - found)
+            if error is not None and is_worker_loss(error):
+                logger.warning("a worker was lost again while it was taken back: %s", error)
+                continue
+            if error is not None:
+                self._queue.fail(error)
+            for worker in sorted(found):
+                if error is None:
+                    self._on_back(worker)
+                # Or else steps find out whether it is there.
+                self._queue.welcome(worker)
+
+    def _mend(self, absent: set[int]) -> Exception | None:
+        with self._queue.paused():
+            try:
+                self._members.connect(absent)
+            except Exception as error:
+                return error
+        return None
+
+
+class Departures:
+    """Asks workers whether they are told to end, and lets them go.
+
+    Args:
+        members: `Members`, which has TensorFlow forget those that leave.
+        told_to_end: Function that returns the names of the workers that are told to end.
+        let_go: Function that has the worker of a name end.
+    """
+
+    def __init__(
+        self,
+        queue: ClosureQueue,
+        members: Members,
+        told_to_end: Callable[[], Iterable[str]],
+        let_go: Callable[[str], None],
+    ) -> None:
+        self._queue, self._members = queue, members
+        self._told_to_end, self._let_go = told_to_end, let_go
+        threading.Thread(target=self._run, name="Departures", daemon=True).start()
+
+    def _run(self) -> None:
+        before: set[str] = set()
+        while not self._queue.is_closed:
+            told = set(self._told_to_end())
+            # A scheduler that ends the whole job sends it to the chief as well, which saves first.
+            for name in [] if SIGNAL.is_noted else sorted(told & before):
+                worker = int(name.rpartition("-")[2])
+                if worker not in self._queue.leaving:
+                    logger.info("%s is told to end (SIGTERM): others take its next steps", name)
+                    self._queue.retire(worker)
+                if worker in self._members.absent:
+                    self._let_go(name)
+            before = told
+            time.sleep(_ASK_SECONDS)

@@ -27,7 +27,6 @@ class ClosureQueue:
     """Closures of one job, by the worker that is to run them.
 
     Args:
-        num_workers: Number of workers.
         clocks: `Clocks`, which learn of what workers end, lose and take from one another.
         absent: Numbers of the workers that are not there yet: as if they were lost.
 
@@ -40,6 +39,7 @@ class ClosureQueue:
         leaving: Numbers of those of them that end, though they may still respond.
         losses: By worker, how often it was lost.
         on_lost: Called with the number of a worker that is lost.
+        is_pausing: Whether closures under way are waited for, and no other begins.
     """
 
     def __init__(self, num_workers: int, clocks: Clocks, absent: Iterable[int] = ()) -> None:
@@ -61,7 +61,7 @@ class ClosureQueue:
         self.cancellation = cancellation.CancellationManager()
         self.last_end = time.monotonic()
         self._server_failures: collections.Counter[str] = collections.Counter()
-        self._is_paused = self.is_closed = False
+        self.is_pausing = self.is_closed = False
         self._holds = 0
 
     @property
@@ -76,12 +76,7 @@ class ClosureQueue:
         return not self._closures
 
     def put(self, closure: Closure, home: int | None = None) -> None:
-        """Adds a closure.
-
-        Args:
-            closure: `Closure`.
-            home: The worker to run it, unless it is lost; None for whichever is free.
-        """
+        """Adds a closure for a worker, or for any if it is lost or None."""
         with self._lock:
             if not self._closures:
                 self.last_end = time.monotonic()
@@ -122,7 +117,7 @@ class ClosureQueue:
 
     def _has_next(self, worker: int) -> bool:
         waiting = self._free or self._waiting[worker]
-        if self._is_paused or worker in self.lost or not waiting:
+        if self.is_pausing or worker in self.lost or not waiting:
             return False
         running = self._running[worker]
         return not running or (waiting[0].may_overlap and running[0].may_overlap)
@@ -158,9 +153,7 @@ class ClosureQueue:
     def lose(self, closure: Closure, losses: int) -> None:
         """Gives back a closure that its worker was lost with, and waiting ones.
 
-        Args:
-            closure: `Closure`.
-            losses: How often the worker had been lost when the closure started.
+        `losses` is how often the worker had been lost when the closure started.
         """
         with self._lock:
             worker = closure.lost_on = closure.tried_on
@@ -228,30 +221,25 @@ class ClosureQueue:
             error, self.error = self.error, None
         raise error
 
-    @property
-    def is_pausing(self) -> bool:
-        """Whether closures under way are waited for, and no other begins."""
-        return self._is_paused
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which no closure is under way."""
         with self._lock:
-            self._is_paused = True
+            self.is_pausing = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self._holds and not any(self._running))
         try:
             yield
         finally:
             with self._lock:
-                self._is_paused = False
+                self.is_pausing = False
                 self._wake_all()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
         """Context, of several closures together, that `paused` waits for."""
         with self._lock:
-            self.changed.wait_for(lambda: not self._is_paused)
+            self.changed.wait_for(lambda: not self.is_pausing)
             self._holds += 1
         try:
             yield

@@ -7,34 +7,72 @@ which worker is next.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
 
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.data.tickets import Ticket
+from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure, Run
-from keras_psplus.parameter_server.scheduling.membership import Members
+from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
-from keras_psplus.parameter_server.scheduling.remote_worker import RemoteWorker
-from keras_psplus.parameter_server.scheduling.workers import Lane, Reconnection
-
-if TYPE_CHECKING:
-    import tensorflow as tf
-
-    from keras_psplus.parameter_server.data.tickets import Ticket
-    from keras_psplus.parameter_server.data.worker_data import WorkerIterator
+from keras_psplus.parameter_server.scheduling.workers import RemoteWorker, WorkerCalls
+from keras_psplus.parameter_server.tracing.losses import is_worker_loss
 
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0
+
+
+class Lane:
+    """A thread that runs one closure after another on a worker.
+
+    A worker has one for each closure that it may have under way, so that one may be read while
+    another computes and a third one is sent.
+
+    Args:
+        queue: `ClosureQueue` that it takes them from.
+    """
+
+    def __init__(self, worker: RemoteWorker, queue: ClosureQueue) -> None:
+        self._worker, self._queue, self._calls = worker, queue, WorkerCalls(worker)
+        threading.Thread(target=self._run, name=f"Lane-{worker.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        while (closure := self._queue.take(self._worker.index)) is not None:
+            self._process(closure)
+            # Else it would be kept, with its result, until there is another one.
+            del closure
+
+    def _process(self, closure: Closure) -> None:
+        queue, losses = self._queue, self._queue.losses[self._worker.index]
+        self._calls.cancellation = queue.cancellation
+        try:
+            closure.execute_on(self._calls)
+        except Exception as error:
+            self._calls.clear_error()
+            # Of calls that end because another one has failed, which says why.
+            is_derived = isinstance(error, tf.errors.CancelledError) and "/job:" in str(error)
+            if queue.error is not None or is_derived or queue.is_passing(error):
+                queue.give_back(closure)
+            elif is_worker_loss(error):
+                self._worker.forget()
+                queue.lose(closure, losses)
+            else:
+                queue.end(closure, error)
+        else:
+            queue.end(closure)
 
 
 class Scheduler:
     """The closures of one job.
 
     Args:
-        num_workers: Number of workers.
         check_workers: Called now and then while no closure returns; raises if it has to be given
             up.
         on_worker_back: Optional, called with the name of a worker that has come, or is back.
@@ -45,7 +83,6 @@ class Scheduler:
     Attributes:
         on_worker_lost: None, or a function that is called with the number of a worker that is lost.
         queue: `ClosureQueue`, for closures that are those of one worker or of all.
-        clocks: `Clocks` of the workers, for the steps that any of them may take.
     """
 
     on_worker_lost: Callable[[int], None] | None
@@ -63,8 +100,8 @@ class Scheduler:
         self._check_workers, self._window = check_workers, window
         # Steps that keep a worker busy: those under way, and the one after them.
         self._enough = 2
-        self.clocks = Clocks(num_workers)
-        self.queue = queue = ClosureQueue(num_workers, self.clocks, absent)
+        self._clocks = Clocks(num_workers)
+        self.queue = queue = ClosureQueue(num_workers, self._clocks, absent)
         # Threads hold the queue, which ends them when nothing holds this.
         queue.on_lost = _weakly(self._note_loss)
         weakref.finalize(self, queue.close).atexit = False
@@ -88,28 +125,28 @@ class Scheduler:
             self._on_worker_back(f"worker-{worker}")
 
     def take(self, iterator: WorkerIterator, count: int) -> Ticket | None:
-        """Reserves batches of an iterator that workers read, and a worker for their steps.
-
-        Args:
-            iterator: `WorkerIterator`.
-            count: Number of batches; the last ones of a share may be fewer.
-
-        Returns:
-            A `Ticket`, or None at the end of the data.
-        """
+        """Reserves batches that workers read, and a worker for their steps; None at the end."""
         self._wait_until_free()
         ticket = iterator.take(count, self._free, self._check_for_errors)
         if ticket is not None:
-            self.clocks.give(ticket.worker)
+            with self.queue.changed:
+                self._clocks.give(ticket.worker)
         return ticket
 
+    def begin(self, bound: float) -> None:
+        """Begins an epoch, whose workers are at most so many steps ahead of the slowest."""
+        with self.queue.changed:
+            self._clocks.begin(bound)
+
     def _wait_until_free(self) -> None:
-        if not self.is_busy:
-            self.clocks.settle()
+        with self.queue.changed:
+            if not self.is_busy:
+                self._clocks.settle()
         self._wait_until(self._free)
 
     def _free(self) -> list[int]:
-        return self.clocks.free(self._enough)
+        with self.queue.changed:
+            return self._clocks.free(self._enough)
 
     def submit(
         self,
@@ -123,15 +160,11 @@ class Scheduler:
         """Schedules a function once a worker has room for it in its queue.
 
         Args:
-            function: Concrete function.
             args: Its arguments.
             on_done: Called with the function's result and its `Run`, from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
-
-        Returns:
-            The `Closure`, whose `get` returns the result.
         """
         self._enough = 1 + (self._window if may_overlap else 1)
         if ticket is None:

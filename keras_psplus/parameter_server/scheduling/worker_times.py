@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from keras_psplus.cluster.config import task_name
 from keras_psplus.cluster.monitor import trace
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.trace import Span
+from keras_psplus.parameter_server.scheduling.closures import Run
+from keras_psplus.parameter_server.tracing.traffic import CallCosts
 from keras_psplus.parameter_server.tracing.transfer_timer import READ, SEND, Part
-
-if TYPE_CHECKING:
-    from keras_psplus.cluster.monitor.progress import Progress
-    from keras_psplus.parameter_server.scheduling.closures import Run
-    from keras_psplus.parameter_server.tracing.traffic import CallCosts
 
 _CHIEF = task_name("chief", 0)
 
 
 class WorkerTimes:
-    """Seconds of training steps by task, added up on the chief.
-
-    Args:
-        progress: Progress of the chief, whose `times` these are.
-    """
+    """Seconds of training steps by task, added up on the chief for its progress."""
 
     def __init__(self, progress: Progress) -> None:
         self._lock = threading.Lock()
@@ -61,12 +54,7 @@ class WorkerTimes:
     ) -> None:
         """Adds a run of a worker; its first one of a function does not count.
 
-        Args:
-            run: `Run`.
-            costs: `CallCosts`.
-            steps: Number of steps in it.
-            function: What it runs.
-            is_open: Whether `end_step` is called once the step is over for all workers.
+        With `is_open`, `end_step` is called once the step is over for all workers.
         """
         name = task_name("worker", run.worker)
         with self._lock:
@@ -87,12 +75,7 @@ class WorkerTimes:
                 self._close(name)
 
     def end_step(self, computed: float, updated: float) -> None:
-        """Notes that a synchronous step is over: workers that were earlier have waited.
-
-        Args:
-            computed: Time at which the gradients that it needs were there.
-            updated: Time at which weights were updated.
-        """
+        """Notes the end of a synchronous step: workers that were earlier have waited."""
         with self._lock:
             for name, (run, _, _) in list(self._open.items()):
                 wait, server = max(0.0, computed - run.ended), updated - computed
@@ -105,13 +88,7 @@ class WorkerTimes:
             self._add(task_name("worker", worker), StepTimes(reads=seconds))
 
     def note_call(self, steps: int, began: float, read: float) -> None:
-        """Adds a call of the chief, which is about to return.
-
-        Args:
-            steps: Number of steps.
-            began: Time at which it began.
-            read: Time at which it had its batches.
-        """
+        """Adds a call of the chief that returns now, and had batches at `read`."""
         now, is_traced = time.time(), self._is_tracing
         host = began - self._returned if self._returned else 0.0
         self._is_tracing, self._returned = False, now

@@ -11,37 +11,27 @@ import contextlib
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.state.waiting_values import WaitingValues
+from keras_psplus.core.state.worker_state import WorkerState
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.tracing.losses import is_of_worker
 from keras_psplus.parameter_server.tracing.remote import on_worker
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import nest, resource_variable_ops
-
-if TYPE_CHECKING:
-    import keras
-    import numpy as np
+from keras_psplus.tf_internals import resource_variable_ops
 
 _HANDLES = "keras_psplus_worker_state"
 
 
 class WorkerStates:
-    """Named states of all workers, accessed in steps and by the chief.
-
-    The chief reads and writes them between steps.
-
-    Args:
-        num_workers: Number of workers.
-
-    Attributes:
-        num_workers: As given.
-    """
+    """Named states of all workers, accessed in steps, and by the chief between steps."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -81,51 +71,8 @@ class WorkerStates:
             weakref.finalize(owner, self._ownerless.append, name).atexit = False
         return self._owners[owner]
 
-    def read(self, name: str, init: Callable[[], Any]) -> tuple[Any, Callable[[Any], None]]:
-        """Reads a state of the worker that runs the current graph.
-
-        Args:
-            name: Name of the state.
-            init: Function that makes the first one, a nested structure of tensors.
-
-        Returns:
-            The structure of tensors, and a function that writes another like it.
-        """
-        with tf.Graph().as_default():
-            first = init()
-            leaves = nest.flatten_with_joined_string_paths(first)
-            forms = {f"{name}/{path}": (leaf.shape, leaf.dtype) for path, leaf in leaves}
-        structure = tf.nest.map_structure(lambda _: 0, first)
-        if not forms:
-            return structure, lambda state: None
-        self.register(forms)
-        handles = [self.handle(leaf, *form) for leaf, form in forms.items()]
-
-        def begin() -> tf.Tensor:
-            for handle, value in zip(handles, tf.nest.flatten(init())):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-            return tf.constant(True)
-
-        is_there = [tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]
-        tf.cond(tf.reduce_all(tf.stack(is_there)), lambda: tf.constant(True), begin)
-        values = []
-        for handle, (shape, dtype) in zip(handles, forms.values()):
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-            value.set_shape(shape)
-            values.append(value)
-
-        def write(state: Any) -> None:
-            tf.nest.assert_same_structure(structure, state)
-            for handle, value in zip(handles, tf.nest.flatten(state)):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-        return tf.nest.pack_sequence_as(structure, values), write
-
     def handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-        """Handle of a state in the function being traced.
-
-        One handle per state keeps its uses in order.
-        """
+        """Handle of a state in the function being traced: one, for order's sake."""
         graph = ops.get_default_graph()
         while isinstance(graph, control_flow.ControlFlowFuncGraph):
             graph = graph.outer_graph
@@ -145,12 +92,7 @@ class WorkerStates:
     def register(
         self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True
     ) -> None:
-        """Notes leaves, and gives them the values that wait to be restored.
-
-        Args:
-            forms: Dict from names to shapes and dtypes.
-            are_saved: Whether `fetch` brings them.
-        """
+        """Notes leaves, saved by `fetch` or not, and gives them values that wait for them."""
         new = {name: form for name, form in forms.items() if name not in self._leaves}
         self._leaves.update(forms)
         if not are_saved:
@@ -180,13 +122,9 @@ class WorkerStates:
     def load(
         self, owner: str, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
-        """Gives all workers the states of an owner that they are to go on from.
+        """Gives workers states of an owner; missing ones begin again.
 
-        Args:
-            owner: Name of the owner.
-            values: Dict from workers to what `fetch` returned. A state that is not there begins
-                again.
-            is_strict: Whether to raise ValueError for what does not fit; a worker may have none.
+        With `is_strict`, raises ValueError for what does not fit; a worker may have none.
         """
         # Those of optimizers that are gone, now: the next one may come to have such a name.
         self._destroy_ownerless()
@@ -253,3 +191,40 @@ class WorkerStates:
 def _of_owner(owner: str, forms: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"{owner}/"
     return {n.removeprefix(prefix): form for n, form in forms.items() if n.startswith(prefix)}
+
+
+class ServedState(WorkerState):
+    """State of remote workers, whose steps are waited for first."""
+
+    kind = "worker"
+
+    def __init__(self, states: WorkerStates, finish_steps: Callable[[], Any]) -> None:
+        super().__init__(finish_steps)
+        self._states = states
+
+    @property
+    def has_any(self) -> bool:
+        return self._states.has_any
+
+    @property
+    def units(self) -> Sequence[int]:
+        return range(self.total)
+
+    @property
+    def total(self) -> int:
+        return self._states.num_workers
+
+    @property
+    def layout(self) -> str:
+        return f"{self.total}-workers"
+
+    def arrays(
+        self, owner: keras.optimizers.Optimizer, unit: int
+    ) -> Iterable[tuple[str, np.ndarray]] | None:
+        fetched = self._states.fetch(unit, self._states.owner(owner))
+        return None if fetched is None else fetched.items()
+
+    def assign(
+        self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
+    ) -> None:
+        self._states.load(self._states.owner(owner), values, is_strict)

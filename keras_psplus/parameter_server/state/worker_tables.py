@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.tf_internals import coordinator_context, load_context, ps_values
 from keras_psplus.tf_internals import framework_ops as ops
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
 
 class WorkerTable(ps_values.DistributedTable):
     """A table whose copy on a worker is made when the worker first needs it.
 
     In a loop of the script's own, TensorFlow's `ClusterCoordinator` makes the copies.
-
-    Args:
-        strategy: `tf.distribute.Strategy`.
-        make: Function that makes a table on the present device.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, make: Callable[[], Any]) -> None:

@@ -1,24 +1,18 @@
-"""Variables of each worker's own, in the functions that workers run."""
+"""Variables of each worker's own, and states of them, in functions that workers run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.tf_internals import nest
 
 
 class WorkerVariable:
-    """A variable of the worker that runs the function which is being traced.
-
-    Args:
-        handle: Its handle there.
-        shape: Its shape; sizes may be None.
-        dtype: Its dtype.
-    """
+    """A variable of the worker that runs the function which is being traced."""
 
     def __init__(self, handle: tf.Tensor, shape: tf.TensorShape, dtype: tf.DType) -> None:
         self.handle, self.shape, self.dtype = handle, shape, dtype
@@ -44,7 +38,6 @@ class WorkerVariables:
     """Makes variables that belong together: a worker that misses one begins again with all.
 
     Args:
-        states: `WorkerStates` that keep them.
         prefix: Of their names.
 
     Attributes:
@@ -62,35 +55,57 @@ class WorkerVariables:
     ) -> WorkerVariable:
         """A variable of zeros; it can be used once `begin` has been called.
 
-        Args:
-            name: Its name.
-            shape: Its shape; the number of rows may be None, and is 0 at first.
-            dtype: Its dtype.
-
-        Returns:
-            The `WorkerVariable`.
+        Its number of rows may be None, and is 0 at first.
         """
         name, form = f"{self._prefix}/{name}", (tf.TensorShape(shape), tf.as_dtype(dtype))
         handle = self._states.handle(name, *form)
         self._made[name] = WorkerVariable(handle, *form)
         return self._made[name]
 
-    def begin(self, initialize: Callable[[], Any] = lambda: None) -> None:
+    def begin(self, initialize: Callable[[], Any] | None = None) -> None:
         """Makes the variables, all of them, where the worker does not have them yet.
 
-        Args:
-            initialize: Function that gives new ones their values, if these are not zeros.
+        `initialize` gives all their values, if these are not zeros.
         """
-        forms = {name: (v.shape, v.dtype) for name, v in self._made.items()}
+        made = self._made.values()
+        forms = {name: (variable.shape, variable.dtype) for name, variable in self._made.items()}
         self._states.register(forms, self.is_saved)
 
         def make() -> tf.Tensor:
-            for variable in self._made.values():
+            for variable in made if initialize is None else ():
                 sizes = [size or 0 for size in variable.shape.as_list()]
                 variable.assign(tf.zeros(sizes, variable.dtype))
-            initialize()
+            if initialize is not None:
+                initialize()
             return tf.constant(True)
 
-        handles = [variable.handle for variable in self._made.values()]
-        are_there = [tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]
+        are_there = [tf.raw_ops.VarIsInitializedOp(resource=variable.handle) for variable in made]
         tf.cond(tf.reduce_all(tf.stack(are_there)), lambda: tf.constant(True), make)
+
+
+def read_state(
+    states: WorkerStates, name: str, init: Callable[[], Any]
+) -> tuple[Any, Callable[[Any], None]]:
+    """Reads a state of the present worker; `init` makes the first one.
+
+    Returns:
+        The nested structure of tensors, and a function that writes another like it.
+    """
+    with tf.Graph().as_default():
+        first = init()
+        leaves = nest.flatten_with_joined_string_paths(first)
+        forms = {path: (leaf.shape, leaf.dtype) for path, leaf in leaves}
+    structure = tf.nest.map_structure(lambda _: 0, first)
+    if not forms:
+        return structure, lambda state: None
+    maker = WorkerVariables(states, name)
+    variables = [maker.variable(path, *form) for path, form in forms.items()]
+
+    def write(state: Any) -> None:
+        tf.nest.assert_same_structure(structure, state)
+        for variable, value in zip(variables, tf.nest.flatten(state)):
+            variable.assign(value)
+
+    maker.begin(lambda: write(init()))
+    values = [variable.read_value() for variable in variables]
+    return tf.nest.pack_sequence_as(structure, values), write

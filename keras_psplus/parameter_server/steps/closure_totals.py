@@ -15,14 +15,9 @@ _SEED_STRIDE = 0x3C6EF35F
 class ClosureTotals:
     """Values of closure variables, kept by the chief while steps are under way.
 
-    Args:
-        variables: The closure variables, in order.
-        draws: Advance of the seeds in one step, if steps before have shown it; else None.
-
     Attributes:
-        variables: As given.
         values: A float64 vector, with the seeds of the beginning.
-        draws: As given, or as the first step has shown.
+        draws: Advance of the seeds in one step; None until a step has shown it.
         steps: Number of steps that have been sent.
     """
 
@@ -37,10 +32,6 @@ class ClosureTotals:
     def _flags(self, of_variable: Callable[[ClosureVariable], bool]) -> np.ndarray:
         flags = [np.full(v.shape.num_elements(), of_variable(v)) for v in self.variables]
         return np.concatenate([np.zeros(0, bool), *flags])
-
-    def are_of(self, variables: Sequence[ClosureVariable]) -> bool:
-        """Whether they are the totals of these variables, in this order."""
-        return are_same(self.variables, variables)
 
     @property
     def has_seeds(self) -> bool:
@@ -73,16 +64,12 @@ class ClosureTotals:
         steps: int,
         overwritten: Sequence[ClosureVariable],
     ) -> np.ndarray:
-        """Adds what steps have changed.
+        """Adds what steps have changed; returns sums for metrics, means for others.
 
         Args:
             changes: The changes in each share of a step, a matrix.
             parts: Each share's part of the rows.
-            steps: Number of steps.
             overwritten: Variables that a step replaces instead of adding to them.
-
-        Returns:
-            The sum of changes of metrics, and the mean of other ones.
         """
         self.note_draws(changes[0], steps)
         change = changes[0]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import warn_once
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.data.tickets import Ticket
+from keras_psplus.parameter_server.scheduling.closures import Run
 from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.steps.step_logs import ComputedLogs, changes_and_logs
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
-
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.data.tickets import Ticket
-    from keras_psplus.parameter_server.scheduling.closures import Run
 
 # The parts of a step that one worker takes.
 _WHOLE = np.ones(1)
@@ -29,8 +27,6 @@ class StepRunner:
     """Sends train or test steps to single workers and keeps the totals of their results.
 
     Args:
-        context: The strategy's `StepContext`.
-        step: Function of one batch that returns a dict of scalar logs.
         weights: Function that returns variables which steps may be expected to read.
         results: Function of closure variables that returns a flat dict of results of metrics.
         is_training: Whether steps count as those of training, and may overlap.
@@ -75,10 +71,7 @@ class StepRunner:
     ) -> None:
         """Sends one closure with a step for each batch; waits if enough are under way.
 
-        Args:
-            batches: List of batches, or `JoinedBatches`.
-            element_spec: Type specification of the dataset's elements, if there is one.
-            ticket: `tickets.Ticket` that they are from, if the workers read them.
+        The ticket is that of batches which workers have read.
         """
         # Batches that workers read stay on the workers, unpacked.
         step, payload = self._functions(batches, element_spec, join=ticket is None)
@@ -108,7 +101,7 @@ class StepRunner:
         An epoch starts on all workers at once, if earlier steps have shown their outputs: until a
         step of this epoch has returned, the logs are those of the epoch before.
         """
-        if self._totals is not None and not self._totals.are_of(step.variables):
+        if self._totals is not None and not are_same(self._totals.variables, step.variables):
             # A batch of another form, whose function meets the variables in another order.
             self.join()
             self._write_totals()
@@ -206,8 +199,6 @@ class StepRunner:
 
         Args:
             number: Number of their first batch.
-            count: Number of steps.
-            step: `TracedStep` of them.
             vectors: The vector of each share of a step, a matrix.
             parts: Each share's part of the rows.
         """

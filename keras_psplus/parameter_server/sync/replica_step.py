@@ -8,31 +8,26 @@ these up. What the step does with gradients, it does not do on the worker: it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import local_traces, stand_ins
+from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.engine import Engine
+from keras_psplus.parameter_server.transport.pulls import WholeRead
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
-
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.core.graph.stand_ins import Gradient
-    from keras_psplus.engine import Engine
-    from keras_psplus.parameter_server.transport.pulls import WholeRead
 
 
 class WorkerReplicaStep(ReplicaStep):
     """Context of tracing one worker's part of a step.
 
     Args:
-        engine: The strategy's engine.
         weight: Float64 scalar, the share's part of the global batch's rows.
-        push: Function of an optimizer, a list of gradients and one of Keras variables that is
-            called for each optimizer of the step.
+        push: Called with each optimizer of the step, its gradients and variables.
 
     Attributes:
         handed_over: List of what `push` has returned.
@@ -108,11 +103,7 @@ class WorkerReplicaStep(ReplicaStep):
         gradients: list[Gradient | None],
         variables: list[keras.Variable],
     ) -> None:
-        """Takes the gradients that an optimizer is to apply.
-
-        Raises:
-            ValueError: If the step applies them in a loop or a branch, or more than once.
-        """
+        """Takes gradients that an optimizer is to apply, once, outside of loops."""
         is_inside = ops.get_default_graph() is not self._graph
         if is_inside or any(optimizer is other for other in self._optimizers):
             where = "in a loop, a branch or a tf.function" if is_inside else "twice"

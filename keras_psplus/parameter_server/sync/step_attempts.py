@@ -11,12 +11,9 @@ from keras_psplus.log import logger
 class Attempt:
     """One try at a global step, by shares of its batch.
 
-    The gradients of the first shares that are admitted count. A share that comes to be computed
-    again, after its worker was lost, may have been added in part before: the attempt is void then.
-
-    Args:
-        stamp: Its number, larger than that of every attempt before.
-        wanted: How many shares' gradients make a step.
+    The gradients of the first `wanted` shares that are admitted count. A share that comes to be
+    computed again, after its worker was lost, may have been added in part before: the attempt is
+    void then. Its stamp is larger than that of every attempt before.
     """
 
     def __init__(self, stamp: int, wanted: int) -> None:
@@ -50,10 +47,6 @@ class Attempt:
 class StepAttempts:
     """The global steps of a strategy.
 
-    Args:
-        num_workers: Number of workers.
-        backup_workers: How many workers' gradients a step does without.
-
     Attributes:
         failures: How many steps an error has ended before their update.
         overlapped: How many steps have begun from copies that came during the step before.
@@ -72,12 +65,7 @@ class StepAttempts:
         return Attempt(next(self._stamps), wanted)
 
     def count(self, attempt: Attempt, shares: int) -> None:
-        """Counts the gradients that a step has done without.
-
-        Args:
-            attempt: The attempt that has made the step.
-            shares: Number of shares.
-        """
+        """Counts the gradients, of so many shares, that a step has done without."""
         self._steps += 1
         self._dropped.update(share for share in range(shares) if share not in attempt.results)
 

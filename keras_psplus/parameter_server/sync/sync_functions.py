@@ -7,67 +7,29 @@ they are among the first, and a second function sends them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.core.batch import replica_step
-from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions, OverlapPlanner
+from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
+from keras_psplus.parameter_server.sync.overlap import HandedOver, OverlapPlanner, SyncFunction
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.tracing import chief_writes, remote, traffic
+from keras_psplus.parameter_server.tracing import local_copies, remote, traffic
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import current_pulls
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.core.graph.stand_ins import Gradient
-    from keras_psplus.parameter_server.context import StepContext
-
-
-class _HandedOver(NamedTuple):
-    """Gradients on a worker, or `GradientSum`s on servers, that an optimizer is to apply."""
-
-    optimizer: keras.optimizers.Optimizer
-    gradients: list[Any]
-    variables: list[keras.Variable]
-
-
-class SyncFunction(NamedTuple):
-    """The functions of a step for batches of one form.
-
-    Attributes:
-        step: The worker's part, a `TracedStep`.
-        push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
-            gradients itself.
-        apply: Function of an attempt's stamp, the number of gradients and a factor; run by the
-            chief, it lets the optimizers apply the sums.
-        discard: Function of a stamp; forgets what earlier attempts have added.
-        overlapped: Function of a batch of the same form that returns the `OverlapFunctions`, or
-            None if the step cannot overlap.
-    """
-
-    step: TracedStep
-    push: traffic.CountedFunction | None
-    apply: Callable[..., Any]
-    discard: Callable[[int], None]
-    overlapped: Callable[[Any], OverlapFunctions | None]
-
 
 class SyncFunctions:
-    """The functions of one step function, one `SyncFunction` for each form of its batches.
-
-    Args:
-        context: The strategy's `StepContext`.
-        step: Function of one batch.
-        collect: As for `StepFunctions`.
-        weights: As for `StepFunctions`.
-    """
+    """The functions of one step function, one `SyncFunction` for each form of its batches."""
 
     def __init__(
         self,
@@ -83,8 +45,9 @@ class SyncFunctions:
         self._overlaps = OverlapPlanner(context, self._on_chief)
         self._on_copies = StepFunctions(*args, begin=self._overlaps.begin)
         self._made: dict[int, SyncFunction] = {}
+        self._discards: dict[int, Callable[[int], None]] = {}
         # Those of this generation, by the step's id.
-        self._overlapped: dict[int, OverlapFunctions | None] = {}
+        self._overlapping: dict[int, SyncFunction | None] = {}
         self._generation = 0
 
     def __call__(self, batch: Any) -> tuple[SyncFunction, Any]:
@@ -97,16 +60,20 @@ class SyncFunctions:
     def begin_generation(self) -> None:
         """Has overlapping steps share nothing with those so far, of which some may still wait."""
         self._generation += 1
-        self._overlapped.clear()
+        self._overlapping.clear()
 
     def discard(self, stamp: int) -> None:
         """Forgets what attempts before a stamp have added, with batches of any form."""
-        for function in self._made.values():
-            function.discard(stamp)
+        for key, function in self._made.items():
+            # A step that has failed before it was traced has added nothing.
+            if function.added and key not in self._discards:
+                self._discards[key] = self._make_discard(function.added)
+            if key in self._discards:
+                self._discards[key](stamp)
 
     def _replica_step(self, initial: tf.Tensor) -> WorkerReplicaStep:
         stamp = tf.cast(initial[-1], tf.int64)
-        push = _HandedOver if self._pushes_later else lambda *args: self._add(stamp, *args)
+        push = HandedOver if self._pushes_later else lambda *args: self._add(stamp, *args)
         return WorkerReplicaStep(self._context.engine, initial[-2], push)
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
@@ -125,7 +92,7 @@ class SyncFunctions:
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
-    ) -> _HandedOver:
+    ) -> HandedOver:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         extended = self._context.extended
@@ -135,35 +102,35 @@ class SyncFunctions:
             after = self._overlaps.before_adding()
             pairs = self._context.engine.push(inner, gradients, values)
             sums = aggregation.add(pairs, stamp, prefix, after)
-        return _HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
+        return HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step: TracedStep) -> SyncFunction:
         assert step.replica_step is not None
         push, added = None, step.replica_step.handed_over
         if self._pushes_later:
             push, added = self._make_push(step)
-        apply = self._apply(added)
-        return SyncFunction(
-            step,
-            push,
-            self._on_chief(apply, *aggregation.TAKE_SPECS),
-            self._make_discard(added),
-            lambda batch: self._overlapped_step(step, added, apply, batch),
-        )
 
-    def _overlapped_step(
-        self, step: TracedStep, added: list[_HandedOver], apply: Callable[..., Any], batch: Any
-    ) -> OverlapFunctions | None:
-        key = id(step)
-        if key not in self._overlapped:
-            self._overlapped[key] = self._overlaps.make(
-                step, added, apply, self._generation, lambda: self._on_copies([batch])[0]
+        def update(stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            return self._apply(added, stamp, count, scale)
+
+        apply = self._on_chief(update, *aggregation.UPDATE_SPECS)
+        return SyncFunction(step, push, added, apply)
+
+    def overlapping(self, function: SyncFunction, batch: Any) -> SyncFunction | None:
+        """A step's functions that overlap with the next one; None if they cannot."""
+        key = id(function.step)
+        if key not in self._overlapping:
+            self._overlapping[key] = self._overlaps.make(
+                function,
+                functools.partial(self._apply, function.added),
+                self._generation,
+                lambda: self._on_copies([batch])[0],
             )
-        return self._overlapped[key]
+        return self._overlapping[key]
 
-    def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[_HandedOver]]:
+    def _make_push(self, step: TracedStep) -> tuple[traffic.CountedFunction, list[HandedOver]]:
         assert step.replica_step is not None
-        pending, added = step.replica_step.handed_over, list[_HandedOver]()
+        pending, added = step.replica_step.handed_over, list[HandedOver]()
 
         def push(stamp: tf.Tensor, parts: Any) -> None:
             for (optimizer, gradients, variables), own in zip(pending, parts):
@@ -175,39 +142,29 @@ class SyncFunctions:
         )
         return traffic.counted(self._context.strategy, push, aggregation.STAMP, specs), added
 
-    def _apply(self, added: list[_HandedOver]) -> Callable[..., tf.Tensor]:
-        """The function by which optimizers apply the sums, to be traced."""
+    def _apply(
+        self, added: list[HandedOver], stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
+    ) -> tf.Tensor:
+        """Has optimizers apply the sums, in a function that is traced."""
+        for optimizer, sums, variables in added:
+            gradients = aggregation.take(sums, stamp, count, scale)
+            if _needs_whole(optimizer):
+                gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
+            with local_copies.applying_sums_flag.raised():
+                if variables:
+                    optimizer.apply(gradients, variables)
+                else:
+                    optimizer.iterations.assign_add(1)
+        return tf.constant(True)
 
-        def apply(stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
-            for optimizer, sums, variables in added:
-                gradients = aggregation.take(sums, stamp, count, scale)
-                if _needs_whole(optimizer):
-                    gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-                with chief_writes.applying_sums_flag.raised():
-                    if variables:
-                        optimizer.apply(gradients, variables)
-                    else:
-                        optimizer.iterations.assign_add(1)
-            return tf.constant(True)
-
-        return apply
-
-    def _make_discard(self, added: list[_HandedOver]) -> Callable[[int], None]:
+    def _make_discard(self, added: list[HandedOver]) -> Callable[[int], None]:
         def discard(stamp: tf.Tensor) -> tf.Tensor:
             for _, sums, _ in added:
-                aggregation.discard(sums, stamp)
+                for one in aggregation.each(sums):
+                    one.discard(stamp)
             return tf.constant(True)
 
-        traced: list[Callable[[int], Any]] = []
-
-        def call(stamp: int) -> None:
-            # A step that has failed before it was traced has added nothing.
-            if added and not traced:
-                traced.append(self._on_chief(discard, aggregation.STAMP))
-            if traced:
-                traced[0](stamp)
-
-        return call
+        return self._on_chief(discard, aggregation.STAMP)
 
     def _on_chief(self, function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
         def in_replica(*args: tf.Tensor) -> Any:

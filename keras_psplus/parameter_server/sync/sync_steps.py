@@ -12,42 +12,76 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.batch import batches as core_batches
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.overlap.overlapping import OverlapState
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.data.tickets import Ticket
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
+from keras_psplus.parameter_server.scheduling.workers import WorkerCalls
 from keras_psplus.parameter_server.steps.runner import StepRunner, describe
 from keras_psplus.parameter_server.steps.step_logs import changes_and_logs
-from keras_psplus.parameter_server.sync.replica_step_closure import ReplicaStepClosure
-from keras_psplus.parameter_server.sync.sync_functions import SyncFunction, SyncFunctions
-
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.data.tickets import Ticket
-    from keras_psplus.parameter_server.overlap.overlapped_update import PipelinedUpdate
-    from keras_psplus.parameter_server.overlap.sync_overlap import OverlapFunctions
-    from keras_psplus.parameter_server.scheduling.closures import Run
-    from keras_psplus.parameter_server.sync.step_attempts import Attempt
-    from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.sync.overlap import SyncFunction
+from keras_psplus.parameter_server.sync.step_attempts import Attempt
+from keras_psplus.parameter_server.sync.step_update import StepUpdate, StepUpdates
+from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
+from keras_psplus.parameter_server.tracing.remote import to_chief
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 # The functions for a share, and what they are given of it.
 _Call: TypeAlias = tuple[SyncFunction, Any]
 
 
-class SyncRunner(StepRunner):
-    """Takes global steps and keeps the totals of metrics and seeds.
+class ReplicaStepClosure(Closure):
+    """One worker's part of an attempt.
 
-    Args:
-        context: The strategy's `StepContext`.
-        step: Function of one batch that returns a dict of scalar logs.
-        weights: Function that returns variables which steps may be expected to read.
-        results: As for `StepRunner`.
-        split: Function of a batch and a number of workers. Returns the list of the shares that have
-            rows, pairs of a share's part of all rows and its batch.
+    It brings back the step's vector and what pushing has counted; the vector alone, if the gradient
+    came too late; and nothing, if the worker did not begin with it, or `can_run` says that it has
+    no copies to begin from.
     """
+
+    after_loss = "no gradient counts twice"
+
+    def __init__(
+        self,
+        functions: SyncFunction,
+        args: tuple[Any, ...],
+        about: str,
+        on_done: Callable[[Any, Run], object],
+        attempt: Attempt,
+        share: int,
+        can_run: Callable[[int], bool],
+    ) -> None:
+        super().__init__(functions.step.concrete, args, about, on_done)
+        self._push = functions.push and functions.push.concrete
+        self._attempt, self._share, self._can_run = attempt, share, can_run
+
+    def run_on(self, calls: WorkerCalls) -> Any:
+        if not self._can_run(calls.worker.index):
+            self._attempt.is_void = True
+        if self._attempt.is_over or (self._push is None and not self._is_admitted()):
+            return ()
+        if self._push is None:
+            return super().run_on(calls)
+        vector, gradients = super().run_on(calls)
+        # Only now: what a step needs of its worker's time is what makes a gradient late.
+        vector = to_chief(vector)
+        if not self._is_admitted():
+            return (vector,)
+        stamp = scalar_tensor(self._attempt.stamp, tf.int64)
+        return vector, calls.call(self._push, stamp, gradients)
+
+    def _is_admitted(self) -> bool:
+        return self._attempt.admit(self._share)
+
+
+class SyncRunner(StepRunner):
+    """Takes global steps and keeps the totals of metrics and seeds."""
 
     def __init__(
         self,
@@ -55,11 +89,9 @@ class SyncRunner(StepRunner):
         step: Callable[..., Any],
         weights: Callable[[], Iterable[tf.Variable]],
         results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
-        split: Callable[[Any, int], list[tuple[float, Any]]],
     ) -> None:
         super().__init__(context, step, weights, results, is_training=True)
-        self._overlapping = OverlapState(context, self._functions)
-        self._split = split
+        self._updates = StepUpdates(context, self._functions)
         self._failures = 0
 
     def _make_functions(
@@ -69,24 +101,18 @@ class SyncRunner(StepRunner):
         return SyncFunctions(self._context, step, collect, weights)
 
     def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
-        """Takes a global step for each batch.
-
-        Args:
-            batches: List of batches.
-            element_spec: Unused: shares have fewer rows than the dataset's elements.
-            ticket: None, as the chief reads the data.
-        """
+        """Takes a global step for each batch; the chief reads the data."""
         for batch in batches:
             begin = time.monotonic()
             self._take_step(batch)
             self._context.overlap.note(time.monotonic() - begin)
 
     def _take_step(self, batch: Any) -> None:
-        shares = self._split(batch, self._context.num_workers)
+        shares = split(batch, self._context.num_workers)
         weights = [weight for weight, _ in shares]
         calls = [self._functions(share) for _, share in shares]
-        functions = calls[0][0]
-        totals = self._open(functions.step)
+        step = calls[0][0].step
+        totals = self._open(step)
         try:
             attempt = self._complete(calls, shares, describe([batch], self._sent))
         except BaseException:
@@ -94,7 +120,7 @@ class SyncRunner(StepRunner):
             raise
         parts = np.array([weights[share] for share in attempt.results])
         vectors = np.stack(list(attempt.results.values()))
-        self._add(self._sent, 1, functions.step, vectors, parts / parts.sum())
+        self._add(self._sent, 1, step, vectors, parts / parts.sum())
         self._logs = self.logs | self.final_logs()
         self._context.attempts.count(attempt, len(shares))
         self._context.steps_by_worker.update(list(attempt.results))
@@ -103,15 +129,15 @@ class SyncRunner(StepRunner):
 
     def _complete(self, calls: list[_Call], shares: list[tuple[float, Any]], about: str) -> Attempt:
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
-        attempts = self._context.attempts
+        attempts, weights = self._context.attempts, [weight for weight, _ in shares]
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
-            overlapped = self._overlapping.functions(calls, shares[0][1])
+            function = self._updates.function(calls, shares[0][1])
             with self._context.scheduler.queue.holding():
                 attempt = attempts.begin(len(calls))
                 if is_unclean:
                     self._functions.discard(attempt.stamp)
-                self._try(attempt, calls, [weight for weight, _ in shares], overlapped, about)
+                self._try(attempt, calls, weights, function, about)
             if not attempt.is_void:
                 return attempt
             is_unclean = True
@@ -124,17 +150,15 @@ class SyncRunner(StepRunner):
         attempt: Attempt,
         calls: list[_Call],
         weights: list[float],
-        overlapped: OverlapFunctions | None,
+        function: SyncFunction,
         about: str,
     ) -> None:
         """Lets workers compute and add up the gradients of a step, and makes the update."""
-        overlapping, scheduler = self._overlapping, self._context.scheduler
-        on_copies = overlapped if overlapped and overlapping.all_have_copies() else None
-        of_update = attempt.stamp, len(calls), 1.0 / sum(weights)
-        update = overlapping.start(on_copies, *of_update) if on_copies else None
+        updates, scheduler = self._updates, self._context.scheduler
+        update = updates.begin(function, attempt.stamp, len(calls), 1.0 / sum(weights))
         try:
             closures = [
-                self._start(attempt, share, call, weight, on_copies, f"{about}, share {share}")
+                self._start(attempt, share, call, weight, update, f"{about}, share {share}")
                 for share, (call, weight) in enumerate(zip(calls, weights))
             ]
             scheduler.wait_for(lambda: attempt.is_over or scheduler.queue.is_pausing)
@@ -142,27 +166,17 @@ class SyncRunner(StepRunner):
             attempt.is_void = attempt.is_void or not attempt.is_over
             scheduler.queue.withdraw(closures)
         except BaseException:
-            if update is not None:
-                # What cannot be undone lies on a server that is lost, and the error says so.
-                with contextlib.suppress(tf.errors.OpError):
-                    self._abort(update)
+            # What cannot be undone lies on a server that is lost, and the error says so.
+            with contextlib.suppress(tf.errors.OpError):
+                updates.abort(update)
             raise
         if attempt.is_void:
-            if update is not None:
-                self._abort(update)
+            updates.abort(update)
             return
-        if overlapped is None:
-            overlapping.forget_copies()
-            whole = sum(weights[share] for share in attempt.results)
-            calls[0][0].apply(attempt.stamp, len(attempt.results), 1.0 / whole)
-        else:
-            self._context.attempts.overlapped += update is not None
-            overlapping.finish(update or overlapping.start(overlapped, *of_update))
+        self._context.attempts.overlapped += update.is_early
+        whole = sum(weights[share] for share in attempt.results)
+        updates.finish(update, len(attempt.results), 1.0 / whole)
         self._context.times.end_step(computed, time.time())
-
-    def _abort(self, update: PipelinedUpdate) -> None:
-        self._overlapping.forget()
-        update.abort()
 
     def _start(
         self,
@@ -170,21 +184,21 @@ class SyncRunner(StepRunner):
         share: int,
         call: _Call,
         weight: float,
-        on_copies: OverlapFunctions | None,
+        update: StepUpdate,
         about: str,
     ) -> ReplicaStepClosure:
         functions, payload = call
-        step = functions.step if on_copies is None else on_copies.step
+        functions = update.function if update.is_early else functions
 
         def done(result: Any, run: Run) -> None:
             if not result:
                 return
-            vector, taken = step.add_costs(result[0], self._context.totals)
+            vector, taken = functions.step.add_costs(result[0], self._context.totals)
             is_late = len(result) == 1
             if functions.push is not None and not is_late:
                 pushed = self._context.totals.add(functions.push.costs, np.asarray(result[1]))
                 taken = taken.then(pushed)
-            self._context.times.note_run(run, taken, 1, step, is_open=True)
+            self._context.times.note_run(run, taken, 1, functions.step, is_open=True)
             if not is_late:
                 attempt.finish(share, vector)
 
@@ -197,8 +211,21 @@ class SyncRunner(StepRunner):
             done,
             attempt,
             share,
-            on_copies,
-            self._overlapping.has_copies,
+            lambda worker: not update.is_early or self._updates.has_copies(worker),
         )
         self._context.scheduler.queue.put(closure, share)
         return closure
+
+
+def split(batch: Any, num_workers: int) -> list[tuple[float, Any]]:
+    """Cuts a global batch into pairs of a share's part of the rows and batch.
+
+    Shares without rows are missing, unless none has any.
+    """
+    world = core_batches.World(rank=0, local_replicas=num_workers, replicas=num_workers)
+    shares = [
+        (int(part.local_rows) / int(part.global_rows), part.data)
+        for part in core_batches.split(batch, world).replicas
+        if int(part.local_rows)
+    ]
+    return shares or [(1.0, batch)]

@@ -58,12 +58,7 @@ def join(batches: Sequence[Any]) -> JoinedBatches:
 
 
 def spec_of(batches: JoinedBatches, batch_spec: Any) -> dict[str, Any]:
-    """Type specification of the payload of joined batches.
-
-    Args:
-        batches: `JoinedBatches`.
-        batch_spec: Type specification of a batch.
-    """
+    """Type specification of the payload of joined batches."""
     return {
         "whole": tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
@@ -73,12 +68,7 @@ def spec_of(batches: JoinedBatches, batch_spec: Any) -> dict[str, Any]:
 
 
 def separate(payload: Any, batch_spec: Any) -> list[Any]:
-    """The list of batches of a payload: that of joined ones, or the list itself.
-
-    Args:
-        payload: A `JoinedBatches.payload`, or a list of batches.
-        batch_spec: Type specification of a batch.
-    """
+    """The list of batches of a `JoinedBatches.payload`, or of a list of batches."""
     if not isinstance(payload, dict):
         return payload
     parts = []

@@ -57,11 +57,8 @@ def as_loss(error: tf.errors.OpError, device_name: str) -> tf.errors.OpError:
     """Names the worker in an error of its connection, which may name none.
 
     Args:
-        error: What a closure has raised.
+        error: What a closure has raised; it is returned if it is another one.
         device_name: Name of the worker, e.g. `"/job:worker/replica:0/task:0"`.
-
-    Returns:
-        `tf.errors.UnavailableError` in that case, or else the error.
     """
     is_lost = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
     if isinstance(error, tf.errors.InvalidArgumentError):

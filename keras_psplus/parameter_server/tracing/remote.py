@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,29 +14,20 @@ from keras_psplus.tf_internals import atomic_function, context, execute, executo
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
-class on_worker:
+@contextlib.contextmanager
+def on_worker(index: int, device: str | None = "CPU:0") -> Iterator[None]:
     """Context in which operations run on a worker, one after another.
 
-    Args:
-        index: Number of the worker.
-        device: Its device; None leaves that to TensorFlow, as steps do.
+    The device None leaves that to TensorFlow, as steps do.
     """
-
-    def __init__(self, index: int, device: str | None = "CPU:0") -> None:
-        task = f"/job:worker/replica:0/task:{index}"
-        self._device = tf.device(f"{task}/device:{device}" if device else task)
-        self._executor = executor.new_executor(enable_async=False)
-
-    def __enter__(self) -> None:
-        self._scope = context.executor_scope(self._executor)
-        self._scope.__enter__()
-        self._device.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        self._device.__exit__(*exc)
-        self._scope.__exit__(*exc)
+    task = f"/job:worker/replica:0/task:{index}"
+    own = executor.new_executor(enable_async=False)
+    try:
+        with context.executor_scope(own), tf.device(f"{task}/device:{device}" if device else task):
+            yield
+    finally:
         # The end of data is an error to the executor, which would raise it once more.
-        self._executor.clear_error()
+        own.clear_error()
 
 
 def call(
@@ -45,11 +37,6 @@ def call(
 
     TensorFlow keeps what cancels a call where any thread's next call finds it. Here it is the
     call's own.
-
-    Args:
-        concrete: Concrete function.
-        args: Its arguments, structures of tensors.
-        cancellation: Optional cancellation manager that ends the call.
     """
     own, flat = context.context(), tf.nest.flatten(args, expand_composites=True)
     options = own.function_call_options.as_attrs().items()
@@ -65,7 +52,9 @@ def call(
     return execute.execute_with_cancellation(name, **called, cancellation_manager=cancellation)
 
 
-def with_stacks(concrete: tf.types.experimental.ConcreteFunction) -> AbstractContextManager[None]:
+def with_stacks(
+    concrete: tf.types.experimental.ConcreteFunction,
+) -> contextlib.AbstractContextManager[None]:
     """Context that adds the lines which made an operation to the error of a call."""
     return atomic_function.InterpolateRuntimeError(concrete.inference_fn)
 

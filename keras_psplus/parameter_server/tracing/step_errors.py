@@ -32,16 +32,7 @@ def is_of_step(error: BaseException) -> bool:
 
 
 def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.errors.OpError:
-    """The error of a step, in few words.
-
-    Args:
-        error: `tf.errors.OpError` that the step raised.
-        task: Name of the worker.
-        about: What the step worked on.
-
-    Returns:
-        An error of the same class.
-    """
+    """The error of a step, in few words, of the same class."""
     text = error.message
     first_stack = text.split("Detected at node", 2)[1:2]
     frames = _FRAME.findall("".join(first_stack))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -29,15 +29,14 @@ from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 
+# Path, direction and description of the compressor, as in `Traffic`.
+Key: TypeAlias = tuple[str, str, str | None]
 # The traffic counter of the worker function that a thread is tracing.
 current_counter: ThreadValue[TrafficCounter] = ThreadValue()
 
 
 def count(
-    key: tuple[str, str, str | None],
-    logical: int | tf.Tensor,
-    compressed: int | tf.Tensor,
-    tensor: tf.Tensor | None = None,
+    key: Key, logical: int | tf.Tensor, compressed: int | tf.Tensor, tensor: tf.Tensor | None = None
 ) -> None:
     """Counts in the counter of the function being traced, if any; see `add`."""
     counter = current_counter()
@@ -57,7 +56,7 @@ class TrafficCounter:
 
     def add(
         self,
-        key: tuple[str, str, str | None],
+        key: Key,
         logical: int | tf.Tensor,
         compressed: int | tf.Tensor,
         tensor: tf.Tensor | None = None,
@@ -68,8 +67,7 @@ class TrafficCounter:
             key: Path, direction and description of the compressor, as in `Traffic`.
             logical: Bytes of the tensor: int, or a scalar.
             compressed: Bytes of what is sent in its place.
-            tensor: Optional tensor of what is sent, if nothing may come to need it: what nothing
-                needs is not sent.
+            tensor: Optional tensor of what is sent; if nothing needs it, it is not sent.
         """
         graph = ops.get_default_graph()
         if graph is self._graph and isinstance(logical, int) and isinstance(compressed, int):
@@ -109,11 +107,7 @@ class TrafficCounter:
             self._add_in_graph(part, tf.stack([seconds, tf.zeros([], tf.float64)]))
 
     def counts(self, results: Any) -> tf.Tensor:
-        """Counts that the function has made at run time, a float64 vector.
-
-        Args:
-            results: Structure of the other results of the function.
-        """
+        """Counts at run time, a float64 vector, of a function with some other results."""
         flat = tf.nest.flatten(results, expand_composites=True)
         leaves = [leaf for leaf in flat if isinstance(leaf, tf.Tensor)]
         self.timer.end_of_pulls(leaves)
@@ -149,7 +143,7 @@ class CallCosts(NamedTuple):
         began, ended: Times of the call by the worker's clock.
     """
 
-    traffic: list[tuple[tuple[str, str, str | None], np.ndarray]]
+    traffic: list[tuple[Key, np.ndarray]]
     parts: dict[Part, float]
     began: float
     ended: float
@@ -177,10 +171,7 @@ class TrafficSummary:
     """
 
     def __init__(
-        self,
-        certain: dict[tuple[str, str, str | None], np.ndarray],
-        counted: Sequence[Any],
-        timed: Sequence[Part],
+        self, certain: dict[Key, np.ndarray], counted: Sequence[Any], timed: Sequence[Part]
     ) -> None:
         self.certain, self._counted, self._timed = certain, counted, timed
 
@@ -204,10 +195,7 @@ class TrafficSummary:
 class CountedFunction(NamedTuple):
     """A function of a worker, beside its step, and what a call costs.
 
-    Attributes:
-        concrete: The concrete function.
-        costs: `TrafficSummary`.
-        origin: The function that it is traced from; TensorFlow holds it weakly.
+    TensorFlow holds its `origin`, from which it is traced, weakly.
     """
 
     concrete: tf.types.experimental.ConcreteFunction
@@ -218,13 +206,7 @@ class CountedFunction(NamedTuple):
 def counted(
     strategy: tf.distribute.Strategy, function: Callable[..., object], *specs: Any
 ) -> CountedFunction:
-    """Traces a function of a worker that returns nothing but what it counts.
-
-    Args:
-        strategy: The strategy in whose scope it is traced.
-        function: Function that is traced.
-        specs: Specifications of its arguments.
-    """
+    """Traces a function of a worker that returns nothing but what it counts."""
     counters = []
 
     def counting(*args: Any) -> tf.Tensor:
@@ -254,7 +236,7 @@ class TrafficTotals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[tuple[str, str, str | None], np.ndarray] = {}
+        self._bytes: dict[Key, np.ndarray] = {}
         self._seconds = 0.0
 
     def add(self, summary: TrafficSummary, counts: np.ndarray) -> CallCosts:

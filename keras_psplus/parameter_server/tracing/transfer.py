@@ -14,15 +14,9 @@ SMALL_BYTES = 32 << 10
 def send_coalesced(tensors: Sequence[tf.Tensor], devices: Sequence[str | None]) -> list[tf.Tensor]:
     """Sends tensors to other tasks: small ones to the same one in a single message.
 
-    Whatever uses a large tensor has to be put on its device; that is where it is sent to then.
-
-    Args:
-        tensors: List of tensors, on one task.
-        devices: Name of the device that each of them has to come to, None for the worker that runs
-            the function.
-
-    Returns:
-        List of tensors: small ones on their devices, others as they were.
+    Whatever uses a large tensor has to be put on its device; that is where it is sent to then. A
+    device is None for the worker that runs the function. Small tensors are returned on their
+    devices, others as they were.
     """
     arrived = list(tensors)
     groups: dict[str | None, list[int]] = {}
@@ -43,15 +37,8 @@ def send_coalesced(tensors: Sequence[tf.Tensor], devices: Sequence[str | None]) 
 def send_in_turn(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
     """As `send_coalesced`, but large tensors reach each device one after the other.
 
-    All together, they would share the link, and none would be there before almost all are. The
-    last ones, whose gradients come first, begin.
-
-    Args:
-        tensors: List of tensors on the worker.
-        devices: Name of the device that each of them has to come to.
-
-    Returns:
-        List of tensors: on their devices.
+    All together, they would share the link, and none would be there before almost all are. The last
+    ones, whose gradients come first, begin.
     """
     gated = list(tensors)
     before: dict[str, list[tf.Tensor]] = {}

@@ -17,12 +17,7 @@ _SHOWN = 4
 
 
 class Part(NamedTuple):
-    """A part of a step whose seconds are counted.
-
-    Attributes:
-        name: `READ` or `SEND`.
-        server: Name of a server, for its share of them; None for the whole.
-    """
+    """A part of a step, `READ` or `SEND`, whole or of a server."""
 
     name: str
     server: str | None = None
@@ -31,15 +26,8 @@ class Part(NamedTuple):
 class TransferTimer:
     """Seconds of a step's reads and of its pushes, together and by server.
 
-    Reads are timed from the step's start until their values have arrived, pushes from the gradients
-    on.
-
-    Args:
-        add: Function of a `Part` and a scalar that counts seconds wherever in the graph it is
-            called.
-
-    Attributes:
-        began: Time at which the function begins, a scalar.
+    Reads are timed from `began`, a scalar, until their values have arrived, pushes from the
+    gradients on. `add` counts seconds of a `Part` wherever in the graph it is called.
     """
 
     def __init__(self, add: Callable[[Part, tf.Tensor], None]) -> None:
@@ -57,12 +45,7 @@ class TransferTimer:
             self._pulled.append(value)
 
     def note_push(self, gradients: Any, operations: Iterable[tf.Operation]) -> None:
-        """Notes that gradients have been pushed.
-
-        Args:
-            gradients: The gradients, on the worker.
-            operations: What was put into the graph to send them and to update variables.
-        """
+        """Notes that gradients have been pushed, by some operations."""
         leaves = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         self.end_of_pulls(leaves)
         ready = time_after(leaves)
@@ -86,9 +69,8 @@ class TransferTimer:
     def end_of_pulls(self, results: Sequence[tf.Tensor]) -> None:
         """Counts the time until all noted reads have arrived, and restarts for later ones.
 
-        Args:
-            results: Tensors that the function returns. Reads that they do not need are pruned from
-                the graph, and waiting for them would execute them.
+        Reads that the function's results do not need are pruned from the graph, and waiting for
+        them would execute them.
         """
         needed = _needed_for(results) if self._pulled else ()
         pulled, begin = [v for v in self._pulled if v.op in needed], self._begin

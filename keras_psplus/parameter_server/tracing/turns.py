@@ -19,9 +19,6 @@ class ReadLock:
     """Lock that a worker function holds while it reads its first values.
 
     Created while the function is traced. A step that fails releases the lock.
-
-    Args:
-        name: Of the turn, a resource of each worker.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,12 +29,7 @@ class ReadLock:
         self._is_over = False
 
     def start_on(self, device: str, graph: tf.Graph) -> list[tf.Operation]:
-        """Operations on a server that reads must wait for: one or none.
-
-        Args:
-            device: Name of the server's device.
-            graph: Where it is read. In branches and loops, nothing is waited for.
-        """
+        """Operations on a server that reads must wait for; none in branches."""
         if self._is_over or graph is not self._graph:
             return []
         if self._lock is None:
@@ -58,11 +50,9 @@ class ReadLock:
 
 @contextlib.contextmanager
 def writing_states(turn: ReadLock | None, after: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Context that locks a worker's states for reading and writing.
+    """Context that locks a worker's states, if it runs steps together.
 
-    Args:
-        turn: That in which the function reads; None if its worker runs no other beside it.
-        after: Tensors, of which one has to be there before the turn begins.
+    One of the tensors `after` has to be there before the lock is taken.
     """
     after = [tensor for tensor in after if tensor is not None]
     if turn is None or not after:

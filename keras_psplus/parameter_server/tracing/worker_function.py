@@ -27,9 +27,8 @@ current_trace: ThreadValue[Trace] = ThreadValue()
 class Trace:
     """One tracing of a worker function.
 
-    Args:
-        initial: Float64 vector, the values of the closure variables in the order in which the
-            function comes upon them.
+    `initial` is a float64 vector, the values of the closure variables in the order in which the
+    function comes upon them.
     """
 
     def __init__(self, initial: tf.Tensor) -> None:

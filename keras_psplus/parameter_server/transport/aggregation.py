@@ -5,7 +5,7 @@ stamp of the present attempt at a step and drop those with an earlier one. Rows 
 in queues and stay separate, as an optimizer receives them in one process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -14,20 +14,18 @@ from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
-# Of the number of an attempt, of a number of gradients, and of what `take` has.
+# Of the number of an attempt, of a number of gradients or workers, and of an update's arguments.
 STAMP, COUNT = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
-TAKE_SPECS = STAMP, COUNT, tf.TensorSpec([], tf.float32)
+UPDATE_SPECS = STAMP, COUNT, tf.TensorSpec([], tf.float32), COUNT
+_take_gradient = tf.raw_ops.ResourceAccumulatorTakeGradient
+_set_step = tf.raw_ops.ResourceAccumulatorSetGlobalStep
 
 
 class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
 
-    Attributes:
-        name: Name of the resource on the server.
-        target: The variable or shard that it belongs to.
-        has_rows: Whether it consists of rows, `tf.IndexedSlices`.
-        dtype: The gradient's type.
-        index_dtype: That of the rows' numbers.
+    Its name is that of the resource on the server of its target, a variable or shard. With
+    `has_rows` it consists of `tf.IndexedSlices`.
     """
 
     name: str
@@ -51,9 +49,12 @@ class GradientSum(NamedTuple):
         )
 
     def _queue(self) -> tf.Tensor:
-        return tf.raw_ops.FIFOQueueV2(
-            component_types=[tf.int64, self.dtype, self.index_dtype], shared_name=self.name
-        )
+        types = [tf.int64, self.dtype, self.index_dtype]
+        return tf.raw_ops.FIFOQueueV2(component_types=types, shared_name=self.name)
+
+    def _dequeue(self, queue: tf.Tensor) -> list[tf.Tensor]:
+        types = [tf.int64, self.dtype, self.index_dtype]
+        return tf.raw_ops.QueueDequeueV2(handle=queue, component_types=types)
 
     def add(self, gradient: Gradient, stamp: tf.Tensor) -> None:
         """Adds a gradient of an attempt."""
@@ -75,13 +76,9 @@ class GradientSum(NamedTuple):
             if self.has_rows:
                 return self._rows(stamp, count, scale)
             handle = self._accumulator()
-            total = tf.raw_ops.ResourceAccumulatorTakeGradient(
-                handle=handle, num_required=count, dtype=self.wide
-            )
+            total = _take_gradient(handle=handle, num_required=count, dtype=self.wide)
             with tf.control_dependencies([total]):
-                tf.raw_ops.ResourceAccumulatorSetGlobalStep(
-                    handle=handle, new_global_step=stamp + 1
-                )
+                _set_step(handle=handle, new_global_step=stamp + 1)
             total = tf.ensure_shape(total, self.target.shape)
             return tf.cast(total * tf.cast(scale, total.dtype), self.dtype)
 
@@ -92,9 +89,7 @@ class GradientSum(NamedTuple):
             found: tf.Tensor, values: tf.Tensor, indices: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             with tf.device(self.target.device):
-                its_stamp, more, numbers = tf.raw_ops.QueueDequeueV2(
-                    handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
-                )
+                its_stamp, more, numbers = self._dequeue(queue)
                 # What a worker that was given up has sent since is not of this attempt.
                 is_ours = tf.cast(tf.equal(tf.ensure_shape(its_stamp, []), stamp), tf.int32)
                 rows = is_ours * tf.shape(numbers)[0]
@@ -140,18 +135,14 @@ class GradientSum(NamedTuple):
                 self._empty_queue()
                 return
             handle = self._accumulator()
-            tf.raw_ops.ResourceAccumulatorSetGlobalStep(handle=handle, new_global_step=stamp)
+            _set_step(handle=handle, new_global_step=stamp)
             count = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=handle)
 
             def take() -> tf.Tensor:
                 with tf.device(self.target.device):
-                    tf.raw_ops.ResourceAccumulatorTakeGradient(
-                        handle=handle, num_required=1, dtype=self.wide
-                    )
+                    _take_gradient(handle=handle, num_required=1, dtype=self.wide)
                     # Taking counts as a step.
-                    tf.raw_ops.ResourceAccumulatorSetGlobalStep(
-                        handle=handle, new_global_step=stamp
-                    )
+                    _set_step(handle=handle, new_global_step=stamp)
                 return count
 
             tf.cond(count > 0, take, lambda: count)
@@ -161,9 +152,7 @@ class GradientSum(NamedTuple):
 
         def take_one(left: tf.Tensor) -> tf.Tensor:
             with tf.device(self.target.device):
-                tf.raw_ops.QueueDequeueV2(
-                    handle=queue, component_types=[tf.int64, self.dtype, self.index_dtype]
-                )
+                self._dequeue(queue)
             return left - 1
 
         size = tf.raw_ops.QueueSizeV2(handle=queue)
@@ -183,8 +172,7 @@ def add(
             variable.
         stamp: Int64 scalar, the number of the attempt.
         prefix: Of the resources' names.
-        after: Function of a variable or shard that returns operations which have to be done before
-            its gradient is added.
+        after: Function of a variable or shard: operations that its gradient is added after.
 
     Returns:
         For each pair a list of one `GradientSum`, the `ShardParts` of a sharded variable, or None.
@@ -223,17 +211,7 @@ def take(
     count: tf.Tensor,
     scale: tf.Tensor,
 ) -> list[Gradient | ShardParts | None]:
-    """The sums of an attempt's gradients, on their variables' servers.
-
-    Args:
-        sums: What `add` has returned.
-        stamp: Int64 scalar, the number of the attempt.
-        count: Int32 scalar, how many workers have added theirs.
-        scale: Scalar to multiply by.
-
-    Returns:
-        List of tensors, `tf.IndexedSlices`, `ShardParts` of these, or None.
-    """
+    """The sums that `add` has returned, times `scale`: gradients on their variables' servers."""
     gradients: list[Gradient | ShardParts | None] = []
     for of_shards in sums:
         if of_shards is None:
@@ -244,17 +222,7 @@ def take(
     return gradients
 
 
-def release(
-    sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor, count: tf.Tensor
-) -> None:
-    """Adds zeros instead of gradients of an attempt that will not come; `count` of each."""
+def each(sums: Iterable[Sequence[GradientSum] | None]) -> Iterator[GradientSum]:
+    """The single sums that `add` has returned, one for each variable or shard."""
     for of_shards in sums:
-        for one in of_shards or ():
-            one.release(stamp, count)
-
-
-def discard(sums: Sequence[Sequence[GradientSum] | None], stamp: tf.Tensor) -> None:
-    """Forgets the gradients of attempts before a stamp."""
-    for of_shards in sums:
-        for one in of_shards or ():
-            one.discard(stamp)
+        yield from of_shards or ()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.compression import ByVariable, Compressor, methods
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 _FOR_VALUES = (
     'None, "bf16", "fp16", "int8", `Cast`, `Int8`, a `ByVariable` or dict of these, or a '
@@ -17,11 +16,7 @@ _FOR_VALUES = (
 
 
 class Compressors:
-    """The compressors of one strategy.
-
-    Args:
-        push: What a user gives as `compression`.
-        pull: What a user gives as `pull_compression`.
+    """The compressors of one strategy, from `compression` and `pull_compression`.
 
     Raises:
         ValueError: If one of them is unknown, or cannot do what it is asked for.

@@ -12,26 +12,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from keras_psplus.compression import Compressor
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.variable_read import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
-from keras_psplus.parameter_server.tracing.chief_writes import writes
+from keras_psplus.parameter_server.tracing.local_copies import writes
 from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
+from keras_psplus.parameter_server.tracing.turns import ReadLock
 from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.lookups import lookup
+from keras_psplus.parameter_server.transport.compressors import Compressors
 from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import func_graph, record, resource_variable_ops
-
-if TYPE_CHECKING:
-    from keras_psplus.compression import Compressor
-    from keras_psplus.parameter_server.tracing.turns import ReadLock
-    from keras_psplus.parameter_server.transport.compressors import Compressors
 
 # A variable's shards, or itself.
 Parts: TypeAlias = Sequence[tf.Variable]
@@ -52,13 +49,7 @@ updating_device: ThreadValue[str] = ThreadValue()
 
 
 class WholeRead(NamedTuple):
-    """A variable that a worker function reads whole.
-
-    Attributes:
-        variable: The variable, as the tape knows it.
-        parts: Its shards, or itself.
-        compressor: `Compressor` that it comes through, or None.
-    """
+    """A variable that is read whole, its shards or itself, and its compressor."""
 
     variable: tf.Variable
     parts: Parts
@@ -71,8 +62,6 @@ class Pulls:
     Args:
         together: Variables that are read together, those of each server, when one of them is.
         stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
-        compressors: Optional `Compressors`.
-        turn: Optional `ReadLock`, in which the function reads.
 
     Attributes:
         whole_reads: By variables' ids, the `WholeRead`s so far.
@@ -103,10 +92,7 @@ class Pulls:
     def value(self, variable: tf.Variable, parts: Parts, needs_function: bool = False) -> tf.Tensor:
         """A variable's value as of now, on the worker.
 
-        Args:
-            variable: The variable, as the tape knows it.
-            parts: Its shards, or itself.
-            needs_function: Whether to read outside of conditionals too, for the tape's sake.
+        With `needs_function`, it is read outside of conditionals too, for the tape's sake.
         """
         resource_variable_ops.variable_accessed(variable)
         with record.stop_recording():
@@ -242,7 +228,7 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
             return super().sparse_read(indices, name)
         compressor = pulls.compressor_of(self)
         key = reads.key_of(self, compressor)
-        return lookup(
+        return reads.lookup(
             self, self.shape, indices, lambda rows: reads.gather(self, rows, compressor, key)
         )
 

@@ -6,36 +6,30 @@ shards' servers: only the payload is sent.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.parameter_server.state.worker_variables import read_state
 from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.tracing.turns import writing_states
-from keras_psplus.parameter_server.transport.compressors import path_of
+from keras_psplus.parameter_server.transport.compressors import Compressors, path_of
 from keras_psplus.parameter_server.transport.pulls import current_pulls
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
 
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.core.graph.stand_ins import Gradient
-    from keras_psplus.parameter_server.state.worker_state import WorkerStates
-    from keras_psplus.parameter_server.transport.compressors import Compressors
-
 
 class _Piece(NamedTuple):
-    """A gradient, or a shard's part of it, on its way.
+    """A gradient, or a shard's part of it, and what is sent for it.
 
-    Attributes:
-        device: Where it goes.
-        logical: Its bytes.
-        sent: What is sent in its place, a list of tensors.
-        decode: Function of the list, once it is there, that makes the gradient of it.
+    `decode` makes the gradient, of `logical` bytes, of what has arrived.
     """
 
     device: str
@@ -49,7 +43,7 @@ class _Encoding(NamedTuple):
 
     compressor: Compressor | None
     name: str
-    step: _Once
+    step: Callable[[], tf.Tensor]
 
 
 # A variable, the key of its traffic, and the pieces of its gradient; None if it has none.
@@ -57,12 +51,7 @@ _Push: TypeAlias = tuple[tf.Variable, Any, list[_Piece] | None]
 
 
 class Pushes:
-    """Sends the gradients of a strategy's workers.
-
-    Args:
-        compressors: `Compressors`.
-        states: `WorkerStates` for what they keep.
-    """
+    """Sends the gradients of a strategy's workers."""
 
     def __init__(self, compressors: Compressors, states: WorkerStates) -> None:
         self._compressors, self._states = compressors, states
@@ -83,12 +72,9 @@ class Pushes:
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or None, on the worker.
-            variables: Their variables.
             step: Function that returns the number of the step, an int64 scalar.
             owner: Object that residuals belong to: the optimizer.
-            compressed: Whether compressors are used.
-            in_turn: Whether large ones are sent one after the other, so that the first ones are
-                there long before the last.
+            in_turn: Whether large ones are sent one after the other: the first are there early.
 
         Returns:
             List of pairs of a gradient, on its variable's server, and the variable. Those that are
@@ -96,7 +82,7 @@ class Pushes:
         """
         names = [self._name(owner, variable) for variable in variables]
         # The worker's own reading on both sides: other workers go on meanwhile.
-        number = _Once(lambda: tf.cast(step(), tf.int64))
+        number = functools.cache(lambda: tf.cast(step(), tf.int64))
         gradients = [duplicate_rows.summed_for(owner, gradient) for gradient in gradients]
         pulls = current_pulls()
         has_states = compressed and any(map(self._compressors.of_gradient, variables))
@@ -110,7 +96,7 @@ class Pushes:
         gradients: Sequence[Gradient | None],
         variables: Sequence[tf.Variable],
         names: Sequence[str],
-        number: _Once,
+        number: Callable[[], tf.Tensor],
         compressed: bool,
     ) -> list[_Push]:
         pushes: list[_Push] = []
@@ -180,7 +166,7 @@ class Pushes:
         logical = shape.num_elements() * dtype.size
         if compressor is None:
             return _Piece(target.device, logical, [gradient], lambda sent: sent[0])
-        state, write = self._states.read(name, lambda: compressor.init(shape, dtype))
+        state, write = read_state(self._states, name, lambda: compressor.init(shape, dtype))
         payload, state = compressor.encode(gradient, state, step())
         write(state)
         return _Piece(
@@ -209,18 +195,6 @@ class Pushes:
 
 
 _AS_THEY_ARE = Compressor()
-
-
-class _Once:
-    """A function whose result is asked for once, and then known."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function, self._result = function, None
-
-    def __call__(self) -> Any:
-        if self._result is None:
-            self._result = self._function()
-        return self._result
 
 
 def _keep_alone(gradient: Gradient, key: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reads of parameter servers' variables, exact or compressed."""
+"""Reads of parameter servers' variables, whole or by rows, exact or compressed."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from keras_psplus.compression import Compressor
 from keras_psplus.parameter_server.tracing import local_copies, traffic, transfer
 from keras_psplus.parameter_server.transport.compressors import path_of
 from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import record, resource_variable_ops
 
 # Reads belong to no step of an optimizer; evaluation has none.
 _STEP = 0
@@ -28,30 +29,13 @@ def raw_read(variable: tf.Variable) -> tf.Tensor:
     return value
 
 
-def raw_gather(variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
-    """Gathers rows of a whole variable, unknown to the tape."""
-    return tf.raw_ops.ResourceGather(
-        resource=variable.handle, indices=rows, dtype=variable.dtype, validate_indices=True
-    )
-
-
 def read(
     parts: Sequence[tf.Variable],
     compressor: Compressor | None,
-    key: tuple[str, str, str | None],
+    key: traffic.Key,
     in_turn: Callable[[tf.Variable], AbstractContextManager[None]] | None = None,
 ) -> tf.Tensor:
-    """Brings a variable's value to the worker.
-
-    Args:
-        parts: The variable's shards, or itself.
-        compressor: `Compressor` or None.
-        key: What the traffic counter counts it as.
-        in_turn: Optional function of a part that returns the context of reading it on its server.
-
-    Returns:
-        The value.
-    """
+    """Brings a variable's value to the worker; `in_turn` makes the context of reading a part."""
     values = []
     for part in parts:
         with in_turn(part) if in_turn is not None else contextlib.nullcontext():
@@ -72,18 +56,9 @@ def groups(variables: Sequence[tf.Variable]) -> list[list[int]]:
 def read_together(
     variables: Sequence[tf.Variable],
     compressors: Sequence[Compressor | None],
-    keys: Sequence[tuple[str, str, str | None]],
+    keys: Sequence[traffic.Key],
 ) -> list[tf.Tensor]:
-    """Reads variables of one server, small ones in one message.
-
-    Args:
-        variables: List of whole variables or shards.
-        compressors: List of their `Compressor`s or None.
-        keys: List of their keys in the traffic counter.
-
-    Returns:
-        List of the values.
-    """
+    """Reads whole variables or shards of one server, small ones in one message."""
     payloads = [_encode(*one) for one in zip(variables, compressors, keys)]
     tensors = [tensor for payload in payloads for tensor in payload]
     with ops.device(variables[0].device):
@@ -93,24 +68,13 @@ def read_together(
 
 
 def gather(
-    variable: tf.Variable,
-    rows: tf.Tensor,
-    compressor: Compressor | None,
-    key: tuple[str, str, str | None],
+    variable: tf.Variable, rows: tf.Tensor, compressor: Compressor | None, key: traffic.Key
 ) -> tf.Tensor:
-    """Brings rows of a whole variable, or of a shard, to the worker.
-
-    Args:
-        variable: The variable.
-        rows: Vector of row numbers, on the worker.
-        compressor: `Compressor` or None.
-        key: What the traffic counter counts it as.
-
-    Returns:
-        The rows.
-    """
+    """Brings rows of a whole variable, or of a shard, to the worker."""
     row_shape, dtype = variable.shape[1:], variable.dtype
-    values = raw_gather(variable, rows)
+    values = tf.raw_ops.ResourceGather(
+        resource=variable.handle, indices=rows, dtype=dtype, validate_indices=True
+    )
     row_bytes = compressed = row_shape.num_elements() * dtype.size
     if compressor is not None:
         with ops.device(variable.device):
@@ -124,7 +88,7 @@ def gather(
     return values
 
 
-def key_of(variable: tf.Variable, compressor: Compressor | None) -> tuple[str, str, str | None]:
+def key_of(variable: tf.Variable, compressor: Compressor | None) -> traffic.Key:
     """Key under which a traffic counter counts the reads of a variable."""
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
@@ -154,3 +118,43 @@ def _decode(
     if compressor is None:
         return payload[0]
     return compressor.decode(tuple(payload), variable.shape, variable.dtype, _STEP)
+
+
+def lookup(
+    variable: tf.Variable,
+    shape: tf.TensorShape,
+    indices: Any,
+    read_rows: Callable[[tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """Gathers rows of a variable; each distinct row is read once.
+
+    Args:
+        variable: The variable, as the tape knows it.
+        shape: Shape of its whole value.
+        indices: Integer tensor of row numbers.
+        read_rows: Function that brings the rows of a vector of distinct row numbers.
+    """
+    resource_variable_ops.variable_accessed(variable)
+    indices = tf.convert_to_tensor(indices)
+    row_shape = shape[1:]
+    with record.stop_recording():
+        unique, positions = tf.unique(tf.reshape(indices, [-1]))
+        rows = tf.gather(read_rows(unique), positions)
+        rows = tf.reshape(rows, tf.concat([tf.shape(indices), row_shape.as_list()], 0))
+        rows.set_shape(indices.shape.concatenate(row_shape))
+
+    def backward(gradient: tf.Tensor) -> list[tf.IndexedSlices]:
+        # Repeated rows stay apart, as Keras's optimizers get them in one process; see
+        # `duplicate_rows`, which may sum them before they are sent.
+        values = tf.reshape(gradient, [-1, *row_shape.as_list()])
+        whole = tf.constant(shape.as_list(), tf.int64)
+        return [tf.IndexedSlices(values, tf.reshape(indices, [-1]), whole)]
+
+    record.record_operation(
+        "ResourceGather",
+        [rows],
+        [variable.handle],
+        backward_function=backward,
+        forward_function=None,
+    )
+    return rows

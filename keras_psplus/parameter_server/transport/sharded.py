@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.parameter_server.transport import pulls, reads
-from keras_psplus.parameter_server.transport.lookups import lookup
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
 
 # While an update runs shard by shard: the number of the shard that sharded variables are.
@@ -23,11 +22,7 @@ class ShardParts(tuple[Any, ...]):
 
 
 class ShardedVariable(CompositeVariable):
-    """A variable split along axis 0 over parameter servers.
-
-    Args:
-        sharded: TensorFlow's `ShardedVariable` that holds the parts.
-    """
+    """A variable split along axis 0 over parameter servers, from TensorFlow's own one."""
 
     def __init__(self, sharded: Any) -> None:
         self._sharded = sharded
@@ -91,7 +86,7 @@ class ShardedVariable(CompositeVariable):
         if shard is not None:
             return shard.sparse_read(indices)
         self._refuse_inner_functions()
-        return lookup(self, self._whole_shape, indices, self._rows)
+        return reads.lookup(self, self._whole_shape, indices, self._rows)
 
     def _rows(self, unique: tf.Tensor) -> tf.Tensor:
         of_shards, owners = self._decompose(unique)
@@ -133,31 +128,13 @@ class ShardedVariable(CompositeVariable):
             getattr(part, method)(value[first : first + part.shape[0]])
         return self
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign", value)
 
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign_add", delta)
 
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self._write("assign_sub", delta)
 
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
@@ -168,19 +145,13 @@ class ShardedVariable(CompositeVariable):
             getattr(part, method)(own)
         return self
 
-    def scatter_add(
-        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         return self._scatter("scatter_add", sparse_delta)
 
-    def scatter_sub(
-        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         return self._scatter("scatter_sub", sparse_delta)
 
-    def scatter_update(
-        self, sparse_delta: tf.IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         return self._scatter("scatter_update", sparse_delta)
 
     def __repr__(self) -> str:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariable, WorkerVariables
 from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.sharded import ShardParts
-
-if TYPE_CHECKING:
-    import keras
-
-    from keras_psplus.parameter_server.extended import ParameterServerExtended
-    from keras_psplus.updates import LocalSGD
+from keras_psplus.updates import LocalSGD
 
 
 class LocalSGDVariables(NamedTuple):
@@ -44,16 +41,7 @@ class LocalSGDVariables(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class LocalSGDRounds:
-    """The rounds of one optimizer.
-
-    Attributes:
-        extended: The strategy's implementation half.
-        num_workers: Number of workers.
-        policy: `keras_psplus.updates.LocalSGD`.
-        optimizer: Weak reference to the optimizer, which states belong to.
-        variables: Its `LocalSGDVariables`.
-        constrain: Function that has its weights satisfy their constraints.
-    """
+    """The rounds of one optimizer, whose constraints `constrain` has its weights satisfy."""
 
     extended: ParameterServerExtended
     num_workers: int
@@ -73,11 +61,7 @@ class LocalSGDRounds:
 
 
 class LocalSGDRound:
-    """The present round of the worker that runs the function which is being traced.
-
-    Args:
-        rounds: `LocalSGDRounds`.
-    """
+    """The present round of the worker that runs the function which is being traced."""
 
     def __init__(self, rounds: LocalSGDRounds) -> None:
         self._rounds, self._variables = rounds, rounds.variables

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
+import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.tracing import local_copies
 from keras_psplus.parameter_server.transport import server_side
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.updates.local_sgd import LocalSGDRounds, LocalSGDVariables
 from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
-
-if TYPE_CHECKING:
-    import keras
-    import tensorflow as tf
-
-    from keras_psplus.core.graph.stand_ins import Gradient
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.updates import LocalSGD, Updates
+from keras_psplus.updates import LocalSGD, Updates
 
 
 class LocalSGDUpdates(WorkerUpdates):
-    """`updates.LocalSGD`: each worker takes steps alone, and sends what they have changed.
-
-    Args:
-        context: The strategy's `StepContext`.
-        policy: `keras_psplus.updates.LocalSGD`.
-    """
+    """`updates.LocalSGD`: each worker takes steps alone, and sends what they have changed."""
 
     policy: LocalSGD
     _LOST = (

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
+from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
+from keras_psplus.parameter_server.steps.step_functions import StepFunctions
 from keras_psplus.parameter_server.tracing import worker_function
-from keras_psplus.parameter_server.updates.all_workers import AllWorkersFunction
+from keras_psplus.parameter_server.tracing.worker_function import pack
+from keras_psplus.updates import Updates
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context
-
-if TYPE_CHECKING:
-    import keras
-    import numpy as np
-
-    from keras_psplus.core.graph.stand_ins import Gradient
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.updates import Updates
 
 _NOTHING = -1
 # Raised by a thread while an optimizer is given sums, not a batch's gradients.
@@ -38,15 +37,10 @@ batch_rows: ThreadValue[int | tf.Tensor] = ThreadValue()
 
 
 class _Unit(NamedTuple):
-    """Variables whose gradients are summed together.
+    """Variables of an optimizer whose gradients are summed together, by name.
 
-    Attributes:
-        name: What tells them from others of the same optimizer.
-        policy: The `Updates` that says when to update.
-        forms: The `Form`s of their gradients.
-        variables: Keras's variables; without them, other ones might come to have their ids.
-        is_by_rows: Whether batches count by their rows, and a flush updates.
-        optimizer: Weak reference to the optimizer that applies them.
+    Without the variables, other ones might come to have their ids. With `is_by_rows`, batches count
+    by their rows, and a flush updates.
     """
 
     name: str
@@ -58,12 +52,7 @@ class _Unit(NamedTuple):
 
 
 class WorkerUpdates:
-    """Gradient accumulation by `updates` or by Keras's `gradient_accumulation_steps`.
-
-    Args:
-        context: The strategy's `StepContext`.
-        policy: `keras_psplus.updates.Updates` or None.
-    """
+    """Gradient accumulation by `updates` or by Keras's `gradient_accumulation_steps`."""
 
     _LOST = (
         "worker-%d was lost with the gradients of %d batch(es) that it had summed and not sent "
@@ -90,12 +79,7 @@ class WorkerUpdates:
         context.scheduler.on_worker_lost = self._note_loss
 
     def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's step as workers take it: on their copies if `updates` is local.
-
-        Args:
-            model: The model.
-            step: Function of a batch.
-        """
+        """A model's step as workers take it: on their copies if `updates` is local."""
         return step
 
     def take(
@@ -105,11 +89,6 @@ class WorkerUpdates:
         variables: Sequence[keras.Variable],
     ) -> bool:
         """Takes the gradients of a batch, in the function of a worker.
-
-        Args:
-            optimizer: The Keras optimizer that they are given to.
-            gradients: List of tensors, `tf.IndexedSlices` or None.
-            variables: Their Keras variables.
 
         Returns:
             Whether it has; otherwise the optimizer applies them to its worker's copies.
@@ -141,13 +120,8 @@ class WorkerUpdates:
     ) -> None:
         """Adds gradients to those that their worker has, and updates if these are enough.
 
-        Args:
-            optimizer: The Keras optimizer that they are given to.
-            policy: `Updates` that is not `local`.
-            gradients: List of tensors, `tf.IndexedSlices` or None.
-            variables: Their Keras variables.
-            apply: Function of the mean gradients and the variables that makes the update.
-            is_by_rows: Whether batches count by their rows; otherwise all count alike.
+        `apply` makes the update of the mean gradients and the variables. Batches count by their
+        rows with `is_by_rows`; otherwise all count alike.
         """
         units = self._units.setdefault(_owner(optimizer), {})
         # An optimizer may be given one part of its variables now and another then.
@@ -196,23 +170,39 @@ class WorkerUpdates:
         return len(units), finish
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Has every worker send what it has, if there may be anything.
-
-        Args:
-            optimizer: The Keras optimizer.
-        """
+        """Has every worker send what it has, if there may be anything."""
         owner, context = _owner(optimizer), self._context()
         context.scheduler.join()
         count, finish = self._finisher(owner)
         is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
         if not count or is_finished:
             return
-        known, run_on_all_workers = self._on_all_workers.get(owner, (0, None))
+        known, functions = self._on_all_workers.get(owner, (0, None))
         if known != count:
-            run_on_all_workers = AllWorkersFunction(context, finish, self._pending_in)
-            self._on_all_workers[owner] = count, run_on_all_workers
-        run_on_all_workers(self._note_pending)
+            functions = StepFunctions(
+                context,
+                lambda nothing: finish(),
+                lambda trace, results: (self._pending_in(trace), (), ()),
+                lambda: (),
+            )
+            self._on_all_workers[owner] = count, functions
+        self._run_on_all_workers(context, functions)
         self._finished[owner] = self._steps
+
+    def _run_on_all_workers(self, context: StepContext, functions: StepFunctions) -> None:
+        """Has each worker that can be reached run a function, and waits."""
+        function, payload = functions([()])
+
+        def done(result: Any, run: Run) -> None:
+            vector, _ = function.add_costs(result[0], context.totals)
+            self._note_pending(vector, run.worker)
+
+        for worker in sorted(set(range(context.num_workers)) - context.scheduler.queue.lost):
+            arguments = tf.constant(pack(function.variables)), payload
+            closure = Closure(function.concrete, arguments, "finishing its updates", done)
+            closure.after_loss = "what it was to finish is gone"
+            context.scheduler.queue.put(closure, worker)
+        context.scheduler.join()
 
     def training(self, variables: Sequence[keras.Variable]) -> list[keras.optimizers.Optimizer]:
         """The optimizers that train some of these Keras variables, so far as they are known."""

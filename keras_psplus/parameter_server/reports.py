@@ -1,24 +1,55 @@
-"""Table for the log of the variables on each parameter server."""
+"""Kinds of variables, and a table of those on each parameter server."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import keras
 import tensorflow as tf
 
 from keras_psplus import text_table
+from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.placement import shard_sizes
-from keras_psplus.parameter_server.reports import variable_kinds
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable
 
-if TYPE_CHECKING:
-    import keras
-
 _NEED_WHOLE_TENSORS = ("Lamb", "Muon")
+# Elements. A closure variable crosses the chief's network with every share of a step.
+_LARGEST_STATE = 1 << 16
+
+
+def kind_of(variable: keras.Variable, is_sync: bool) -> str | None:
+    """Kind of a closure variable, or None for a variable that is none."""
+    if variable._name == "seed_generator_state":
+        return "seed"
+    if accumulates(variable):
+        return "total"
+    return "state" if is_sync and _is_state(variable) else None
+
+
+def _is_state(variable: keras.Variable) -> bool:
+    """Whether a variable is a layer's own, which steps change otherwise than by gradients."""
+    dtype = tf.as_dtype(variable.dtype)
+    return (
+        variable._is_of_layer
+        and not variable.trainable
+        and (dtype.is_floating or dtype.is_integer)
+        and math.prod(variable.shape) <= _LARGEST_STATE
+    )
+
+
+def on_ps(variable: tf.Variable) -> bool:
+    """Whether a variable of TensorFlow's lies on a parameter server."""
+    return "/job:ps/" in (getattr(variable, "device", None) or "")
+
+
+def is_closure_variable(variable: tf.Variable) -> bool:
+    """Whether a variable of TensorFlow's goes with each closure, and is kept by the chief."""
+    return isinstance(variable, ClosureVariable)
 
 
 def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
@@ -31,13 +62,7 @@ def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
 
 
 def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Model) -> str:
-    """Describes a model's variables, with a table of the servers that hold them.
-
-    Args:
-        addresses: Addresses of the parameter servers, in order.
-        weights: The part of all bytes that each is due.
-        model: The model, whose optimizer has its variables.
-    """
+    """Describes a model's variables, with a table of servers and parts due."""
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None else []
     own = {id(variable) for variable in slots}
@@ -81,4 +106,4 @@ def warn_of_whole_tensors(model: keras.Model) -> None:
 
 def _parts(variable: keras.Variable) -> list[tf.Variable]:
     """A variable's shards, or itself, if they lie on parameter servers."""
-    return [part for part in parts_of(variable._value) if variable_kinds.on_ps(part)]
+    return [part for part in parts_of(variable._value) if on_ps(part)]

@@ -1,4 +1,4 @@
-"""Calls of models in a worker's step, compiled by XLA.
+"""A model's step on a worker: its arguments, and calls compiled by XLA.
 
     servers ─► values ─► [ model ] ─► loss ─► tape ─► [ gradients ] ─► pushes ─► servers
                          compiled                      compiled
@@ -17,6 +17,28 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.keras_internals.keras_parts import tree
+
+
+def tensors(batch: Any) -> Any:
+    """A batch as Keras's data adapters yield it, in tensors and without what is missing."""
+    while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
+        batch = batch[:-1]
+
+    def convert(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            return None
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            return leaf
+        return tf.convert_to_tensor(leaf)
+
+    return tree.map_structure(convert, batch)
+
+
+def weights(model: keras.Model) -> list[tf.Variable]:
+    """TensorFlow's variables of a model's weights."""
+    return [variable._value for variable in model.weights]
+
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
@@ -25,13 +47,7 @@ if TYPE_CHECKING:
 def compiled_step(
     engine: DistributedEngine, model: keras.Model, step_function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A step function whose calls of models are compiled, if the model is compiled so.
-
-    Args:
-        engine: The strategy's engine.
-        model: The model.
-        step_function: Function of a batch.
-    """
+    """A step function whose calls of models are compiled, if the model is compiled so."""
     calls = engine.compiled_calls(model)
     if calls is None:
         return step_function

@@ -1,4 +1,4 @@
-"""Copies of a step's weights on each worker, updated during the step.
+"""Copies that overlapping steps need: weights on workers, and values to undo an update.
 
 A worker's function of a step reads its copies. As soon as a variable's update is made on its
 server, which is when the gradients of all workers for it have arrived there, the new value is sent
@@ -7,19 +7,17 @@ to the copies for the next step, while other gradients are still being sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariable
 from keras_psplus.parameter_server.tracing.traffic import CountedFunction, counted
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.pulls import Pulls, WholeRead
 from keras_psplus.tf_internals import framework_ops as ops
-
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.context import StepContext
 
 
 class _Part(NamedTuple):
@@ -31,25 +29,20 @@ class _Part(NamedTuple):
 
 
 class WorkerCopies:
-    """Copies of the variables that a step reads whole.
-
-    Args:
-        context: The strategy's `StepContext`.
-        whole_reads: List of `pulls.WholeRead`.
-    """
+    """Copies of the variables that a step reads whole."""
 
     def __init__(self, context: StepContext, whole_reads: Sequence[WholeRead]) -> None:
         self._context, self._states = context, context.extended.worker_states
-        self._reads = list(whole_reads)
+        self._reads = whole_reads
         self._parts = {
             id(part): _Part(part, read, f"copies/{part._unique_id}")
-            for read in self._reads
+            for read in whole_reads
             for part in read.parts
         }
         parts = list(self._parts.values())
         groups = reads.groups([part.variable for part in parts])
         self._groups = [[parts[place] for place in places] for places in groups]
-        forms = {p.name: (p.variable.shape, p.variable.dtype) for p in self._parts.values()}
+        forms = {part.name: (part.variable.shape, part.variable.dtype) for part in parts}
         self._states.register(forms, are_saved=False)
 
     def keep_in(self, pulls: Pulls) -> None:
@@ -64,11 +57,9 @@ class WorkerCopies:
         return WorkerVariable(self._states.handle(part.name, *form), *form)
 
     def announce(self, readers: tf.Tensor, generation: int) -> None:
-        """Lets workers read what the function that is being traced has updated.
+        """Lets so many workers read what the function that is being traced has updated.
 
-        Args:
-            readers: Int32 scalar, the number of workers that will.
-            generation: Number of the functions that read, which no others share.
+        No functions share the generation of those that read.
         """
         for number, group in enumerate(self._groups):
             # Out here: a function makes its handles in order, and would wait for values in between.
@@ -109,3 +100,39 @@ class WorkerCopies:
                 shapes=[[]],
                 shared_name=f"keras_psplus/{self._states.run}/updated/{generation}/{number}",
             )
+
+
+class Undo:
+    """Keeps the values of variables until the next update, on their parameter servers.
+
+    A value and what is kept of it share their memory until an update writes to the variable: the
+    servers have twice the bytes of these variables then. `on_chief` makes a call of the chief out
+    of a function that is traced.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tf.Variable],
+        prefix: str,
+        on_chief: Callable[[Callable[[], Any]], Callable[[], Any]],
+    ) -> None:
+        self.handles = {id(part.handle) for part in parts}
+        self._parts, self._prefix = parts, prefix
+        self.keep, self.restore = on_chief(self._keep), on_chief(self._restore)
+
+    def _keep(self) -> tf.Tensor:
+        for part in self._parts:
+            with tf.device(part.device):
+                tf.raw_ops.AssignVariableOp(resource=self._kept(part), value=reads.raw_read(part))
+        return tf.constant(True)
+
+    def _restore(self) -> tf.Tensor:
+        for part in self._parts:
+            with tf.device(part.device):
+                value = tf.raw_ops.ReadVariableOp(resource=self._kept(part), dtype=part.dtype)
+                tf.raw_ops.AssignVariableOp(resource=part.handle, value=value)
+        return tf.constant(True)
+
+    def _kept(self, part: tf.Variable) -> tf.Tensor:
+        name = f"{self._prefix}/before/{part._unique_id}"
+        return tf.raw_ops.VarHandleOp(shape=part.shape, dtype=part.dtype, shared_name=name)

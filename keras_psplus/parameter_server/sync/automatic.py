@@ -8,12 +8,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 from keras_psplus.log import logger
-
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
 
 # Steps that trace functions, or that the copies of weights are not there for yet.
 _FIRST, _FIRST_OVERLAPPING = 2, 3
@@ -26,15 +23,9 @@ _CHANGE = 2.0
 
 
 class OverlapChoice:
-    """Whether steps overlap: as the script says, or as its first steps show.
+    """Whether steps overlap at present, `is_on`.
 
-    Args:
-        argument: True, False, or None if the first steps are to show it.
-        num_workers: Number of workers.
-        totals: `TrafficTotals` of the steps.
-
-    Attributes:
-        is_on: Whether steps overlap at present.
+    The argument says so, or is None if first steps are to show it.
     """
 
     def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:

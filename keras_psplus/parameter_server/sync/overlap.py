@@ -19,51 +19,72 @@ gradients g3 to g1 are computed from the last layer back:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.overlap.undo import Undo
-from keras_psplus.parameter_server.overlap.worker_copies import WorkerCopies
+from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.steps.closure_totals import are_same
+from keras_psplus.parameter_server.steps.step_functions import TracedStep
+from keras_psplus.parameter_server.sync.copies import Undo, WorkerCopies
+from keras_psplus.parameter_server.tracing.traffic import CountedFunction
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import Pulls, written_by
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.tf_internals import framework_ops as ops
 
-if TYPE_CHECKING:
-    from keras_psplus.parameter_server.context import StepContext
-    from keras_psplus.parameter_server.steps.step_functions import TracedStep
-    from keras_psplus.parameter_server.tracing.traffic import CountedFunction
-
 _GATHERS = ("ResourceGather", "ResourceGatherNd")
 
 
-class OverlapFunctions(NamedTuple):
-    """The functions of a step that overlaps with the next one.
+class Overlap(NamedTuple):
+    """Functions that a step has besides, if it overlaps with the next one.
 
     Attributes:
-        step: A worker's part, which reads the worker's copies.
         undo: `Undo` of what the update writes.
         release: Function of a stamp and a count; lets an update end whose gradients will not come.
-        apply: Function of a stamp, the number of gradients, a factor and the number of workers that
-            fetch; updates each variable when its gradients are there.
         fetch: Function of a worker that brings its copies when they may be read.
     """
 
-    step: TracedStep
     undo: Undo
     release: Callable[..., Any]
-    apply: Callable[..., Any]
     fetch: CountedFunction
 
 
+class HandedOver(NamedTuple):
+    """Gradients on a worker, or `GradientSum`s on servers, that an optimizer is to apply."""
+
+    optimizer: keras.optimizers.Optimizer
+    gradients: list[Any]
+    variables: list[keras.Variable]
+
+
+class SyncFunction(NamedTuple):
+    """The functions of a step for batches of one form.
+
+    Attributes:
+        step: The worker's part, a `TracedStep`.
+        push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
+            gradients itself.
+        added: List of its optimizers, their `GradientSum`s and variables.
+        apply: Function of an attempt's stamp, the number of gradients, a factor and the number of
+            workers that fetch; run by the chief, it lets the optimizers apply the sums.
+        overlap: `Overlap`, if the worker's part reads copies that the update brings; else None.
+    """
+
+    step: TracedStep
+    push: CountedFunction | None
+    added: list[HandedOver]
+    apply: Callable[..., Any]
+    overlap: Overlap | None = None
+
+
 class OverlapPlanner:
-    """Makes the `OverlapFunctions`s of a strategy's steps.
+    """Makes steps overlap: their functions that read copies, and update early.
 
     Args:
-        context: The strategy's `StepContext`.
         on_chief: Function that makes a call of the chief out of a function and its arguments'
             specifications; the call has the `concrete` function.
     """
@@ -107,32 +128,30 @@ class OverlapPlanner:
 
     def make(
         self,
-        step: TracedStep,
-        added: Sequence[Any],
+        function: SyncFunction,
         apply: Callable[..., Any],
         generation: int,
         trace: Callable[[], TracedStep],
-    ) -> OverlapFunctions | None:
+    ) -> SyncFunction | None:
         """The functions for a step that has been traced; None if it cannot overlap.
 
         Args:
-            step: `TracedStep` that reads the servers.
-            added: List of its optimizers, their `GradientSum`s and variables.
+            function: `SyncFunction` of the step, which reads the servers.
             apply: Function of a stamp, a number of gradients and a factor that updates.
             generation: Number of the functions, which no others share.
             trace: Function that traces the step once more, with `begin`.
         """
-        assert step.replica_step is not None
-        undo = Undo(_updated_by(added), self._prefix, self._on_chief)
+        assert function.step.replica_step is not None
+        undo = Undo(_updated_by(function.added), self._prefix, self._on_chief)
         written = undo.handles
         whole = [
             read
-            for read in step.replica_step.whole_reads
+            for read in function.step.replica_step.whole_reads
             if any(id(part.handle) in written for part in read.parts)
         ]
         self._copies = copies = WorkerCopies(self._context, whole)
         on_copies = trace()
-        problem = _problem(step, on_copies, written)
+        problem = _problem(function.step, on_copies, written)
 
         def update(
             stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, readers: tf.Tensor
@@ -141,7 +160,7 @@ class OverlapPlanner:
             copies.announce(readers, generation)
             return tf.constant(True)
 
-        updating = self._on_chief(update, *aggregation.TAKE_SPECS, aggregation.COUNT)
+        updating = self._on_chief(update, *aggregation.UPDATE_SPECS)
         graph = updating.concrete.graph
         writes = written_by(graph.get_operations(), graph) - written
         others = [handle for handle, _ in graph.captures if id(handle) in writes]
@@ -156,17 +175,14 @@ class OverlapPlanner:
             return None
 
         def release(stamp: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            for one in added:
-                aggregation.release(one.gradients, stamp, count)
+            for of_optimizer in function.added:
+                for one in aggregation.each(of_optimizer.gradients):
+                    one.release(stamp, count)
             return tf.constant(True)
 
-        return OverlapFunctions(
-            on_copies,
-            undo,
-            self._on_chief(release, aggregation.STAMP, aggregation.COUNT),
-            updating,
-            copies.trace_fetch(generation),
-        )
+        releasing = self._on_chief(release, aggregation.STAMP, aggregation.COUNT)
+        overlap = Overlap(undo, releasing, copies.trace_fetch(generation))
+        return function._replace(step=on_copies, apply=updating, overlap=overlap)
 
     @property
     def _prefix(self) -> str:
@@ -175,10 +191,7 @@ class OverlapPlanner:
 
 def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -> str | None:
     """Reason why a function cannot read its copies, a clause; None if it can."""
-    same = len(step.variables) == len(on_copies.variables) and all(
-        a is b for a, b in zip(step.variables, on_copies.variables)
-    )
-    if not same:
+    if not are_same(step.variables, on_copies.variables):
         return "it does not take the same way each time that it is traced"
     assert on_copies.replica_step is not None
     late = on_copies.replica_step.first_hand_over

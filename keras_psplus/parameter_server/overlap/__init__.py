@@ -1,1 +1,0 @@
-"""Updates that overlap with the next step."""

@@ -1,1 +1,0 @@
-"""Tables and files for users: placement, kinds of variables, workers' files."""
