@@ -47,10 +47,8 @@ def join_cluster(
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
     Args:
-        resolver: The strategy's argument, or None to read `TF_CONFIG`.
+        resolver, min_workers, ps_weights: The strategy's arguments.
         mode: The checked mode.
-        min_workers: The strategy's argument.
-        ps_weights: The strategy's argument.
         timeout: Seconds to wait.
     """
     if resolver is not None:

@@ -50,10 +50,18 @@ class Step(Protocol):
         """Context in which optimizers apply this replica's gradients, and nothing is sent."""
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
-        """Divides a part of the global gradient by the replica's fraction of the rows."""
+        """Divides a part of the global gradient by the replica's fraction of the rows.
+
+        Args:
+            value: The part, a tensor.
+        """
 
     def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums small tensors over the replicas of this one's group in a topology."""
+        """Sums small tensors over the replicas of this one's group in a topology.
+
+        Args:
+            tensors: The tensors.
+        """
 
 
 class Context(NamedTuple):

@@ -23,8 +23,7 @@ def route(
 
     Args:
         compressor: Its compressor, or None.
-        shape: Its shape.
-        dtype: Its dtype.
+        shape, dtype: Its form.
         number: Number of the gradient, which no other one has.
         averages: Whether there are gradients that are averaged on their way.
 

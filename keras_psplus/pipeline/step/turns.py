@@ -14,16 +14,7 @@ from keras_psplus.pipeline.replicas.copies import Reads
 
 
 class TurnStep(Protocol):
-    """Step while it is traced, as its micro-batches and actions see it: a `PipelineStep`.
-
-    Attributes:
-        stages: Stages of layers.
-        part: The micro-batch that is traced, or None.
-        activations: Tensors that other stages may need.
-        traced: For each worker, its actions so far.
-        done: For each worker, the last tensors of each action.
-        before: For each worker, the actions that one waits for.
-    """
+    """Step while it is traced, as its micro-batches and actions see it: a `PipelineStep`."""
 
     stages: Stages
     part: Microbatch | None
