@@ -33,12 +33,13 @@ class CutPlan(OptimizerPlan):
         ]
         self._count = sum(weight is not None for weight in weights)
 
-    def describe(self, optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> str:
+    def describe(
+        self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
+    ) -> str:
         """One line about how an optimizer updates cut weights.
 
         Args:
-            optimizer: The optimizer.
-            names: Names of the workers, in rank order.
+            optimizer, names, places: As for `OptimizerPlan`.
         """
         if self.reason is None:
             return f"'{optimizer.name}' keeps the slots of {self._count} cut weights in parts"
