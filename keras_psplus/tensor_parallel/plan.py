@@ -36,7 +36,11 @@ class CutPlan(OptimizerPlan):
     def describe(
         self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
     ) -> str:
-        """One line about how an optimizer updates cut weights."""
+        """One line about how an optimizer updates cut weights.
+
+        Args:
+            optimizer, names, places: As for `OptimizerPlan`.
+        """
         if self.reason is None:
             return f"'{optimizer.name}' keeps the slots of {self._count} cut weights in parts"
         return (
