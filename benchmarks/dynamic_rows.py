@@ -1,6 +1,8 @@
 """Speed, by seconds of the processor, and memory of a dynamic table in one process.
 
-python benchmarks/dynamic_rows.py [--keys MILLIONS] [--dim DIM]
+python benchmarks/dynamic_rows.py [--keys MILLIONS] [--dim DIM] [--batch KEYS]
+
+Memory is kept as servers keep it.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.cluster.process import tuning
 from keras_psplus.tables import initial_rows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
@@ -33,7 +36,7 @@ def best_rate(function: object, batches: list[tf.Tensor]) -> float:
         begun = time.process_time()
         function(batch)  # type: ignore[operator]
         times.append(time.process_time() - begun)
-    return BATCH / min(times) / 1e6
+    return int(tf.size(batches[0])) / min(times) / 1e6
 
 
 def main() -> None:
@@ -41,46 +44,57 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--keys", type=float, default=2.0, help="millions of keys")
     parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=BATCH, help="keys of a lookup or an update")
     flags = parser.parse_args()
+    tuning.tune()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     initializer = initial_rows.check_initializer("uniform")
     spec = {"name": "t", "dim": flags.dim, "initializer": initializer, "default": "zeros"}
     store = RowStore({**spec, "admit": None, "expire": []})
     store.set_optimizer(config_of(keras.optimizers.SGD(), None, None, None))
-    gradient = tf.ones([BATCH, flags.dim])
 
-    @tf.function(autograph=False)
-    def update(keys: tf.Tensor) -> tf.Tensor:
+    any_keys = tf.TensorSpec([None], tf.int64)
+
+    @tf.function(input_signature=[any_keys, tf.TensorSpec([None, flags.dim])], autograph=False)
+    def apply(keys: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         rate, none = tf.constant(0.1), tf.zeros([0])
         with tf.control_dependencies(
             [store.apply(keys, gradient, rate, none, tf.constant(0, tf.int64))]
         ):
             return tf.identity(keys[0])
 
-    @tf.function(autograph=False)
+    @tf.function(input_signature=[any_keys], autograph=False)
     def lookup(keys: tf.Tensor) -> tf.Tensor:
         unique, positions = tf.unique(keys)
         return tf.gather(store.lookup(unique, True), positions)
 
+    gradients = {size: tf.ones([size, flags.dim]) for size in (BATCH, flags.batch)}
+
+    def update(keys: tf.Tensor) -> None:
+        apply(keys, gradients[len(keys)])
+
     random, count = np.random.default_rng(0), int(flags.keys * 1e6) // BATCH
     update(tf.range(BATCH, dtype=tf.int64))
-    before, pauses, kept = resident(), [], []
+    before, pauses, waits, kept = resident(), [], [], []
     for i in range(count):
         keys = tf.constant(random.integers(-(2**62), 2**62, BATCH))
-        begun = time.process_time()
+        begun, since = time.process_time(), time.perf_counter()
         update(keys)
         pauses.append(time.process_time() - begun)
+        waits.append(time.perf_counter() - since)
         if i >= count - TRIES:
-            kept.append(keys)
+            kept.append(keys[: flags.batch])
     taken = (resident() - before) / (count * BATCH)
-    print(f"{count * BATCH / 1e6:.1f} M keys of dim {flags.dim}, batches of {BATCH}")
+    print(f"{count * BATCH / 1e6:.1f} M keys of dim {flags.dim}, in batches of {BATCH}")
     print(f"inserts and updates {BATCH / np.median(pauses) / 1e6:.2f} M/s")
-    usual = np.median(pauses)
-    print(f"longest batch {1e3 * max(pauses):.0f} ms, median {1e3 * usual:.0f} ms")
+    for what, times in (("by the processor", pauses), ("by the clock", waits)):
+        longest, usual = 1e3 * max(times), 1e3 * np.median(times)
+        print(f"longest batch {longest:.0f} ms, median {usual:.0f} ms {what}")
     print(f"bytes a key beside the row: {taken - 4 * flags.dim:.0f}")
     lookup(kept[0])
-    print(f"lookups {best_rate(lookup, kept):.2f} M/s, updates {best_rate(update, kept):.2f} M/s")
+    rates = best_rate(lookup, kept), best_rate(update, kept)
+    print("of {} keys: lookups {:.2f} M/s, updates {:.2f} M/s".format(flags.batch, *rates))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.jobs import failure
-from keras_psplus.hybrid.rows import row_codec as rows_module
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
@@ -205,7 +204,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         ids = tf.cast(slices.indices, _LONG)
         rows = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
         with tf.control_dependencies([] if waits else _before_update(table)):
-            of = rows_module.looked_up(ids)
+            of = duplicate_rows.looked_up(ids)
             if of is not None:
                 ids, most = tf.identity(ids), of.shape.num_elements()
             else:

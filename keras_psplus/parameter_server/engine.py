@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -173,6 +173,17 @@ class ParameterServerEngine(DistributedEngine):
         variable._is_of_layer = bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
         super()._make_variable(call)
         variable._is_made_to_train = variable._trainable
+
+    @answers("make_table")
+    def _make_dynamic_table(self, call: Call) -> NoReturn:
+        arguments = "" if self.strategy.mode == "sync" else "sync=False"
+        raise ValueError(
+            "ParameterServerStrategy has no place for a DynamicEmbedding's table: a worker that is "
+            "lost in a step would leave half of an update there, which the next would add once "
+            f"more. Use keras_psplus.HybridStrategy({arguments}) in the same tasks: its servers "
+            "make and update rows, each update counts once, and dense weights are all-reduced. "
+            f"Received: the table '{call.owner.path}'"
+        )
 
     @answers("initialize")
     def _initialize(self, call: Call) -> Any:

@@ -125,15 +125,20 @@ class RowStore:
         assert self.optimizer is not None
         key_rows, hashes = self.key_rows, hashes_of(keys)
         rows = self._expiry.find(key_rows, hashes)
-        is_missing = rows < 0
+        was_there = rows >= 0
         rows = tf.cond(
-            tf.reduce_any(is_missing), lambda: self._make_missing(keys, hashes, rows), lambda: rows
+            tf.reduce_all(was_there), lambda: rows, lambda: self._make_missing(keys, hashes, rows)
         )
-        has_row = rows >= 0
-        rows = tf.ensure_shape(tf.boolean_mask(rows, has_row), [None])
-        gradient = tf.boolean_mask(gradient, has_row)
-        was_there = tf.boolean_mask(tf.logical_not(is_missing), has_row)
-        with tf.control_dependencies([key_rows.frozen.keep(tf.boolean_mask(rows, was_there))]):
+        if self._spec["admit"] is not None:
+            has_row = rows >= 0
+            of_rows = rows, gradient, was_there
+            rows, gradient, was_there = tf.cond(
+                tf.reduce_all(has_row),
+                lambda: of_rows,
+                lambda: tuple(tf.boolean_mask(of, has_row) for of in of_rows),
+            )
+        rows = tf.ensure_shape(rows, [None])
+        with tf.control_dependencies([key_rows.frozen.keep(rows, was_there)]):
             done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
         with tf.control_dependencies([done]):
             frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)

@@ -69,3 +69,40 @@ def test_what_is_not_known_stays_as_it_is():
     half, whole = slices("float16"), tf.constant([1.0])
     for other in (half, whole, None):
         assert duplicate_rows.summed_for(keras.optimizers.SGD(0.1), other) is other
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_distinct_ids_are_known_by_how_they_were_made(eager):
+    found = {}
+
+    def look(indices):
+        unique, positions = tf.unique(indices)
+        for name, ids in {
+            "unique": unique,
+            "same": tf.identity(tf.identity(unique)),
+            "some": tf.identity(unique)[: tf.size(positions) - 1],
+            "positions": positions,
+            "two": tf.concat([unique, unique], 0),
+            "any": indices,
+        }.items():
+            of = duplicate_rows.looked_up(ids)
+            found[name] = of if of is None else of is indices
+
+    if eager:
+        look(tf.constant([3, 3, 1]))
+        assert set(found.values()) == {None}
+        return
+    tf.function(look).get_concrete_function(tf.TensorSpec([3], tf.int64))
+    distinct = {name: True for name in ("unique", "same", "some")}
+    assert found == {**distinct, "positions": None, "two": None, "any": None}
+
+
+def test_rows_that_are_distinct_are_not_summed_again():
+    def gradient(ids):
+        unique, _ = tf.unique(ids)
+        slices = tf.IndexedSlices(tf.ones([tf.size(unique), 2]), tf.identity(unique))
+        assert duplicate_rows.summed(slices) is slices
+        assert duplicate_rows.summed(tf.IndexedSlices(slices.values, ids)) is not slices
+        return unique
+
+    tf.function(gradient).get_concrete_function(tf.TensorSpec([None], tf.int64))

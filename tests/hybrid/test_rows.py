@@ -8,7 +8,6 @@ from keras_psplus.hybrid.rows.row_codec import (
     MESSAGE_BYTES,
     RowCodec,
     compressor_for_rows,
-    looked_up,
 )
 
 STEP = tf.constant(0, tf.int64)
@@ -51,29 +50,3 @@ def test_what_is_unknown_is_told_what_serves_rows(argument):
     with pytest.raises(ValueError, match=message) as error:
         compressor_for_rows(argument, "gzip")
     assert "topk" not in str(error.value) and "powersgd" not in str(error.value)
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_distinct_ids_are_known_by_how_they_were_made(eager):
-    found = {}
-
-    def look(indices):
-        unique, positions = tf.unique(indices)
-        for name, ids in {
-            "unique": unique,
-            "same": tf.identity(tf.identity(unique)),
-            "some": tf.identity(unique)[: tf.size(positions) - 1],
-            "positions": positions,
-            "two": tf.concat([unique, unique], 0),
-            "any": indices,
-        }.items():
-            of = looked_up(ids)
-            found[name] = of if of is None else of is indices
-
-    if eager:
-        look(tf.constant([3, 3, 1]))
-        assert set(found.values()) == {None}
-        return
-    tf.function(look).get_concrete_function(tf.TensorSpec([3], tf.int64))
-    distinct = {name: True for name in ("unique", "same", "some")}
-    assert found == {**distinct, "positions": None, "two": None, "any": None}

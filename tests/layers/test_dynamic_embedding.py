@@ -1,11 +1,16 @@
 """`DynamicEmbedding` in one process, by plain Keras."""
 
+import re
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.engine import Call
+from keras_psplus.parameter_server.engine import ParameterServerEngine
 
 KEYS = np.array([7, -(2**61), 2**40, 123456789, 0], np.int64)
 
@@ -153,3 +158,14 @@ def test_weights_are_set_for_the_keys_that_there_are():
     model.fit(x + 100, np.ones((4, 3, 4)), verbose=0)
     with pytest.raises(ValueError, match="Received: "):
         model.set_weights(before)
+
+
+@pytest.mark.parametrize("mode, instead", [("async", "(sync=False)"), ("sync", "()")])
+def test_parameter_servers_say_what_to_use_instead(mode, instead):
+    strategy = type("Strategy", (), {"mode": mode})()
+    engine = ParameterServerEngine(strategy)
+    variable = types.SimpleNamespace(path="ids/table")
+    call = Call(lambda *_: None, variable, ({},), {}, "make_table", engine, ["spec"])
+    text = rf"HybridStrategy{re.escape(instead)} .* Received: the table 'ids/table'"
+    with pytest.raises(ValueError, match=text):
+        engine.make_variable(call)

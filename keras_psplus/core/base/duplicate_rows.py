@@ -25,9 +25,28 @@ def summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     Returns:
         `tf.IndexedSlices` with the sums, in the order in which the rows came first.
     """
+    if looked_up(slices.indices) is not None:
+        return slices
     rows, places = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+
+def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
+    """Vector whose distinct values are `ids`, if the graph shows it.
+
+    Args:
+        ids: Integer vector.
+
+    Returns:
+        That vector, or None if `ids` may have duplicates.
+    """
+    if not tf.is_symbolic_tensor(ids):
+        return None
+    # Some of distinct ones are distinct, too.
+    while ids.op.type in ("Identity", "StridedSlice"):
+        ids = ids.op.inputs[0]
+    return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
 
 
 def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

@@ -81,23 +81,6 @@ class RowCodec:
         return tf.reshape(rows, [-1, self._dim])
 
 
-def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
-    """Vector whose distinct values are `ids`, if the graph shows it.
-
-    Args:
-        ids: Integer vector.
-
-    Returns:
-        That vector, or None if `ids` may have duplicates.
-    """
-    if not tf.is_symbolic_tensor(ids):
-        return None
-    # Some of distinct ones are distinct, too.
-    while ids.op.type in ("Identity", "StridedSlice"):
-        ids = ids.op.inputs[0]
-    return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
-
-
 def compressor_for_rows(
     argument: str, value: str | compression.Compressor | None
 ) -> compression.Compressor | None:

@@ -71,13 +71,19 @@ class FrozenRows:
         self._cursor.assign(0, read_value=False)
         return self._of.next.read_value()
 
-    def keep(self, rows: tf.Tensor) -> tf.Tensor:
-        """Keeps those of some rows, about to change, that are not read yet."""
-        cursor, nothing = self._cursor.read_value(), tf.constant(0, _INT)
-        return tf.cond(cursor < _CLOSED, lambda: self._keep(rows, cursor), lambda: nothing)
+    def keep(self, rows: tf.Tensor, counts: tf.Tensor | None = None) -> tf.Tensor:
+        """Keeps those of some rows, about to change, that are not read yet.
 
-    def _keep(self, rows: tf.Tensor, cursor: tf.Tensor) -> tf.Tensor:
-        rows = tf.boolean_mask(rows, tf.logical_and(rows >= cursor, self._counts(rows)))
+        Args:
+            rows: int32 vector.
+            counts: Which of them there are to keep; None for all.
+        """
+        cursor, nothing = self._cursor.read_value(), tf.constant(0, _INT)
+        return tf.cond(cursor < _CLOSED, lambda: self._keep(rows, counts, cursor), lambda: nothing)
+
+    def _keep(self, rows: tf.Tensor, counts: tf.Tensor | None, cursor: tf.Tensor) -> tf.Tensor:
+        kept = tf.logical_and(rows >= cursor, self._counts(rows))
+        rows = tf.boolean_mask(rows, kept if counts is None else tf.logical_and(kept, counts))
 
         def put() -> tf.Tensor:
             with tf.control_dependencies([self._kept.enqueue(self._contents(rows))]):
