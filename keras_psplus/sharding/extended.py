@@ -77,7 +77,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     @property
     def sharing_workers(self) -> Sequence[int]:
-        """Ranks of the workers that have the parts of one variable, in the order of parts."""
+        """Ranks of the workers that have parts of one variable, in their order."""
         if self._groups:
             return self._groups.within.ranks
         return self._order or range(self._num_workers)
