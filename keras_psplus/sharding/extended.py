@@ -77,7 +77,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     @property
     def sharing_workers(self) -> Sequence[int]:
-        """Ranks of the workers that have the parts of one variable, in the order of parts."""
+        """Ranks of the workers that have parts of one variable, in their order."""
         if self._groups:
             return self._groups.within.ranks
         return self._order or range(self._num_workers)
@@ -138,13 +138,17 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
         Args:
             variable: Keras variable that has no value yet.
-            initial: Its initial value, or a function that returns it.
+            initial: Its initial value, or a function that returns it; on the chief, not None.
             make: Function that makes its variable in shares.
         """
         with tf.device(self.store.device):
-            value = tf.cast(initial() if callable(initial) else initial, variable._dtype)
+            value = initial() if callable(initial) else initial
+            if variable._shape is None:
+                # Keras takes it from the value, later.
+                variable._shape = tuple(value.shape)
+            value = tf.cast(value, variable._dtype) if self._is_chief else None
             weight = make()
-            weight.receive(self.host_launcher, value if self._is_chief else None)
+            weight.receive(self.host_launcher, value)
         variable._value = weight
         weight.release_with(variable)
 

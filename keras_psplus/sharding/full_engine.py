@@ -55,11 +55,17 @@ class FullyShardedEngine(ShardedEngine):
             self._described.add(model)
             logger.info("%s", _describe(model, self.strategy.extended.control.names))
 
+    @answers("initialize_with_initializer")
+    def _initialize_with_initializer(self, call: Call) -> Any:
+        if not self.strategy.is_chief and _is_cut(call.owner) and _is_pure(call.get("initializer")):
+            # It would be drawn for nothing, and be in memory as a whole.
+            call = call.changed(initializer=lambda shape, dtype: None)
+        return super()._initialize_with_initializer(call)
+
     @answers("initialize")
     def _initialize(self, call: Call) -> Any:
         variable, value = call.owner, call.get("value")
-        is_float = tf.as_dtype(variable._dtype).is_floating
-        if not (variable.trainable and is_float) or isinstance(value, tf.Variable):
+        if not _is_cut(variable) or isinstance(value, tf.Variable):
             return super()._initialize(call)
         extended, units = self.strategy.extended, self.units
         extended.share(
@@ -116,6 +122,18 @@ class FullyShardedEngine(ShardedEngine):
         for variable, place, target in zip(variables, places, targets):
             if place.is_everywhere and isinstance(target, WholeWeight):
                 variable._value.assign(target.value())
+
+
+def _is_cut(variable: keras.Variable) -> bool:
+    """Whether each worker is to keep a part of a variable that is being made."""
+    return variable.trainable and tf.as_dtype(variable._dtype).is_floating
+
+
+def _is_pure(initializer: Any) -> bool:
+    """Whether an initializer is Keras's own, and changes no state when it draws."""
+    kind, seed = type(initializer), getattr(initializer, "seed", None)
+    is_of_keras = getattr(keras.initializers, kind.__name__, None) is kind
+    return is_of_keras and not isinstance(seed, keras.random.SeedGenerator)
 
 
 def _describe(model: keras.Model, names: Sequence[str]) -> str:

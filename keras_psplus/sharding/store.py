@@ -216,7 +216,7 @@ class ShareStore:
                 elif "gives" in request:
                     variable.receive(self._host, self._given if mine else None)
                 else:
-                    answer = variable.gathered(self._sharing)
+                    answer = variable.collected(self._sharing, mine)
         with self._changed:
             if mine:
                 self._own.append(self._next)

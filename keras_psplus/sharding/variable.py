@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.broadcast import WIDER
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.store import ShareStore
 
+# Of a whole value, on workers that keep only a part of it.
+_PIECE_BYTES = 4 << 20
 # In an update, variables in shares are their parts; elsewhere they are whole.
 in_update = ThreadFlag()
 
@@ -130,17 +133,57 @@ class ShareVariable(CompositeVariable):
         mine = place.owner == self._store.rank
         return route.sum([part if mine else tf.zeros(self._whole_shape, self.dtype)])[0]
 
+    def collected(self, route: Route, is_wanted: bool) -> tf.Tensor | None:
+        """The whole value, piece by piece, where it is wanted; eagerly, on all workers."""
+        cut, part = self.place.cut, self.part.value()
+        if cut is None:
+            return self.gathered(route)
+        rows = None
+        if is_wanted:
+            rows = np.empty([route.workers, cut.width], self.dtype.as_numpy_dtype)
+        row, length = tf.reshape(part, [1, cut.width]), self._piece // route.workers or 1
+        for start in range(0, cut.width, length):
+            piece = route.gather(row[:, start : start + length])
+            if rows is not None:
+                rows[:, start : start + length] = piece
+        return None if rows is None else cut.whole(tf.convert_to_tensor(rows))
+
     def receive(self, launcher: Launcher, value: tf.Tensor | None) -> None:
         """Takes this worker's part of a value that one worker has.
 
-        All workers of the job take part in the collective; the others give None.
+        All workers of the job take part in the collectives; the others give None. Of parts that
+        follow each other, they have no more than a piece of the whole in memory.
         """
-        wide = WIDER.get(self.dtype, self.dtype)
-        sent = tf.zeros(self._whole_shape, wide) if value is None else tf.cast(value, wide)
-        total = tf.cast(launcher.all_reduce(sent), self.dtype)
-        part = self.place.local_part(total, self._store.rank)
-        # A slice shares the buffer of the whole, and would keep it alive.
-        self.part.assign(tf.raw_ops.DeepCopy(x=part), read_value=False)
+        wide, rank = WIDER.get(self.dtype, self.dtype), self._store.rank
+
+        def total_of(shape: tf.TensorShape | list[int], own: tf.Tensor | None) -> tf.Tensor:
+            sent = tf.zeros(shape, wide) if own is None else tf.cast(own, wide)
+            return tf.cast(launcher.all_reduce(sent), self.dtype)
+
+        if not isinstance(self.place.cut, Cut):
+            part = self.place.local_part(total_of(self._whole_shape, value), rank)
+            # A slice shares the buffer of the whole, and would keep it alive.
+            self.part.assign(tf.raw_ops.DeepCopy(x=part), read_value=False)
+            return
+        flat = None if value is None else tf.reshape(value, [-1])
+        size, width = self._whole_shape.num_elements(), self.place.cut.width
+        for start in range(0, size, self._piece):
+            end = min(size, start + self._piece)
+            piece = total_of([end - start], None if flat is None else flat[start:end])
+            first, last = (min(max(one - rank * width, 0), width) for one in (start, end))
+            if first < last:
+                tf.raw_ops.ResourceStridedSliceAssign(
+                    ref=self.part.handle,
+                    begin=[first],
+                    end=[last],
+                    strides=[1],
+                    value=piece[rank * width + first - start : rank * width + last - start],
+                )
+
+    @property
+    def _piece(self) -> int:
+        """Elements of the whole that workers have in memory at once, for another one's sake."""
+        return max(1, _PIECE_BYTES // self.dtype.size)
 
     def _write(self, method: str, value: Any) -> Any:
         other = getattr(value, "_value", value)

@@ -114,11 +114,9 @@ class CompressedSum:
             bucket = routes.Bucket(*([sequence[i] for i in places] for sequence in sequences))
             # Processors that encode this one before the last is on its way leave the link idle.
             bucket = bucket._replace(tensors=[gradients.after(sent, t) for t in bucket.tensors])
-            sum_bucket = getattr(self, f"_{route}")
-            if route == "factors":
-                sum_bucket = functools.partial(sum_bucket, most_rows=most_rows)
+            options = {"most_rows": most_rows} if route == "factors" else {}
             with gradients.behind(done if route == "sum" else []):
-                totals, counted, *own = sum_bucket(bucket, step)
+                totals, counted, *own = getattr(self, f"_{route}")(bucket, step, **options)
             sent, done = own or sent, [*done, totals[-1]]
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry

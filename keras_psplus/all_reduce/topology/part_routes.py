@@ -86,7 +86,7 @@ class Route:
         return shards.wholes_of(rows, cuts)
 
     def scatter_within(self, rows: tf.Tensor) -> tf.Tensor:
-        """First hop of rows: sums over the group of those that this worker sends to the others."""
+        """First hop: sums over the group of the rows of this worker's place."""
         if self._within is None:
             return rows
         width = rows.shape[1]

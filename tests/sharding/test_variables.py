@@ -1,0 +1,72 @@
+"""Whole values come and go in pieces."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_psplus.sharding import variable as variable_module
+from keras_psplus.sharding.places import Place
+from keras_psplus.sharding.variable import ShareVariable
+
+WHOLE = np.random.RandomState(1).randn(7, 5).astype("float32")
+
+
+class Store:
+    """What one of three workers has."""
+
+    workers, device, restoring, route = 3, "CPU:0", False, None
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def add(self, variable, form, name):
+        return 0
+
+
+class Collectives:
+    """Those of a worker whose peers have nothing, or all that there is, of a value."""
+
+    def __init__(self, whole):
+        self._flat, self.sizes = whole.ravel(), []
+
+    def all_reduce(self, tensor):
+        begin = sum(self.sizes)
+        self.sizes.append(int(tf.size(tensor)))
+        return tensor + self._flat[begin : begin + self.sizes[-1]]
+
+
+class Rows:
+    """A route along which the others' columns come."""
+
+    workers = 3
+
+    def __init__(self, rows):
+        self._rows, self.widths = rows, []
+
+    def gather(self, row):
+        begin = sum(self.widths)
+        self.widths.append(row.shape[1])
+        return tf.constant(self._rows[:, begin : begin + row.shape[1]])
+
+
+def made(rank):
+    def initial(place, shape):
+        return tf.zeros(shape)
+
+    place = Place.of_parts(WHOLE.shape, 3)
+    return ShareVariable(Store(rank), WHOLE.shape, tf.float32, "v", lambda: place, initial)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_pieces(monkeypatch, rank):
+    monkeypatch.setattr(variable_module, "_PIECE_BYTES", 4 * 8)
+    one, rows = made(rank), np.pad(WHOLE.ravel(), [0, 1]).reshape(3, 12)
+    # The chief has the value, from which zeros come for it.
+    launcher = Collectives(np.zeros_like(WHOLE) if rank == 0 else WHOLE)
+    one.receive(launcher, tf.constant(WHOLE) if rank == 0 else None)
+    assert launcher.sizes == [8, 8, 8, 8, 3]
+    np.testing.assert_array_equal(one.part, rows[rank])
+    route = Rows(rows)
+    np.testing.assert_array_equal(one.collected(route, True), WHOLE)
+    assert route.widths == 6 * [2]
+    assert one.collected(Rows(rows), False) is None
