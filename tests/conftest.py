@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 
+import hypothesis
 import pytest
 
 # Python's garbage collector would walk through TensorFlow and Keras again and again, also while the
@@ -26,6 +27,10 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *inherited])
+
+# A machine that is busy is no error.
+hypothesis.settings.register_profile("without a deadline", deadline=None)
+hypothesis.settings.load_profile("without a deadline")
 
 # Where files take minutes, of which one at the end would leave all but one processor idle.
 LONG = (

@@ -127,7 +127,6 @@ def made(make, options, name, value):
 
 fuzz = hypothesis.settings(
     max_examples=30,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),

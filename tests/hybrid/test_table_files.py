@@ -98,9 +98,7 @@ def test_tables_are_read_by_chunks(written):
     assert len(list(files.chunks(NAMES[0], 5))) == 8
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_rows_are_read(written, data):
     first = data.draw(st.integers(0, ROWS))
