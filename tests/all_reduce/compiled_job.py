@@ -42,7 +42,9 @@ def noisy():
     """Random numbers and averages, which layers keep in variables, and losses that they add."""
     inputs = h = keras.Input((5,))
     for _ in range(3):
-        h = layers.BatchNormalization()(layers.Dense(8, activity_regularizer="l1")(h))
+        # A bias would have no gradient but rounding, which Adam scales up.
+        h = layers.Dense(8, use_bias=False, activity_regularizer="l1")(h)
+        h = layers.BatchNormalization()(h)
         h = layers.GaussianNoise(0.1)(layers.Dropout(0.5)(layers.Activation("relu")(h)))
     return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
 

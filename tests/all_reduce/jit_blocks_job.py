@@ -156,8 +156,7 @@ def graph_function(graph, name):
 
 
 def main(folder):
-    # A bucket for each gradient, as the models are small.
-    strategy = psp.MultiWorkerMirroredStrategy(jit_blocks=PARTS, bucket_bytes=1)
+    strategy = psp.MultiWorkerMirroredStrategy(jit_blocks=PARTS)
     results = {}
     for make in (mlp, transformer, Own):
         with psp.single_process():

@@ -23,6 +23,7 @@ from keras_psplus.all_reduce.reduction.identity import IDENTITY
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
@@ -106,7 +107,7 @@ class CompressedSum:
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: route_choice.route(*forms[i], i, averages),
+            lambda i: (*route_choice.route(*forms[i], i, averages), part_of(variables[i])),
             lambda i: route_choice.weight(*forms[i]),
             self._bucket_bytes,
         ):
@@ -158,8 +159,7 @@ class CompressedSum:
         names = self._names("mean", bucket.numbers)
         states = [self._state(n, c, t) for n, c, t in zip(names, compressors, tensors)]
         users, estimates = self._estimates(compressors, tensors)
-        launcher, replicas = self._launcher, self._replicas
-        means, states = routes.mean(launcher, replicas, users, estimates, states, step)
+        means, states = routes.mean(self._launcher, self._replicas, users, estimates, states, step)
         for i, (name, state) in enumerate(zip(names, states)):
             written = self.states.write(name, state)
             if _product(users[i], estimates[i]) is None:

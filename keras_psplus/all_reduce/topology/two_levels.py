@@ -42,6 +42,7 @@ from keras_psplus.all_reduce.topology.hop_turns import HopOrder
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
+from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
@@ -147,7 +148,10 @@ class TwoLevelSum:
         inside, between = HopOrder(hop_turns.INSIDE), HopOrder(hop_turns.BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
-            lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
+            lambda part: (
+                (part.tensor.dtype, part_of(part.variable)),
+                self._is_compressed(part.variable, part.tensor),
+            ),
             lambda part: part.tensor.shape.num_elements() * part.tensor.dtype.size,
             self._bucket_bytes,
         ):

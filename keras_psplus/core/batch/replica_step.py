@@ -28,6 +28,16 @@ def current_step() -> Any:
     return getattr(_local, "step", None)
 
 
+def part_of(variable: Any) -> int | None:
+    """Number of the part of the step that a variable's gradient comes from.
+
+    None if parts are not compiled one by one.
+    """
+    calls = getattr(current_step(), "compiled_calls", None)
+    blocks = None if calls is None else calls.blocks
+    return None if blocks is None else blocks.part_of(variable)
+
+
 class ReplicaStep:
     """Context of one replica's part of one step.
 

@@ -61,6 +61,7 @@ class CompiledCalls:
         blocks: Cuts models into parts; None for calls in one function each.
 
     Attributes:
+        blocks: The same.
         count: Number of calls that are compiled.
         reasons: Reasons why others are not, in words.
     """
@@ -74,7 +75,7 @@ class CompiledCalls:
         forms: CompilationCount | None = None,
         blocks: CompiledBlocks | None = None,
     ) -> None:
-        self._make, self._forms, self._blocks = make, forms, blocks
+        self._make, self._forms, self.blocks = make, forms, blocks
         self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
         # In a compiled function; and in a call of which each layer is one.
         self._is_inside, self._is_in_layers = ThreadFlag(), ThreadFlag()
@@ -169,6 +170,8 @@ class CompiledCalls:
             if key is not None:
                 known[key] = compiled
         self.count += 1
+        if self.blocks is not None:
+            self.blocks.note_part(layers)
         if self._forms is not None:
             tensors = [one for one in tree.flatten((args, kwargs)) if tf.is_tensor(one)]
             self._forms.note(names, tensors)
@@ -201,7 +204,7 @@ class CompiledCalls:
             segment.run(found, compiled or plain)
             return True
 
-        parts = None if self._blocks is None else self._blocks.parts_of(call.owner)
+        parts = None if self.blocks is None else self.blocks.parts_of(call.owner)
         return self.run_segments(call, kind_of, run_one, parts)
 
     def run_segments(
@@ -254,7 +257,7 @@ class CompiledCalls:
         return not isinstance(operation, keras.Layer) or not self._has_remote(operation)
 
     def _is_cut(self, operation: Any) -> bool:
-        return self._blocks is not None and self._blocks.is_cut(operation)
+        return self.blocks is not None and self.blocks.is_cut(operation)
 
     def _watched(self, run: Callable[..., Any], operation: Any) -> Callable[..., Any]:
         """Runs an operation of a model, and notes whether XLA can compile it."""

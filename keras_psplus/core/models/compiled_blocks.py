@@ -43,6 +43,8 @@ class CompiledBlocks:
         self._model, self._number, self._is_remote = model, number, is_remote
         # Parts by ids of nodes, of graphs.
         self._parts: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        # Numbers of the compiled functions that gradients come from, by ids of variables.
+        self._functions: dict[int, int] = {}
 
     @functools.cached_property
     def _whole(self) -> int:
@@ -53,6 +55,19 @@ class CompiledBlocks:
         if not isinstance(operation, keras.Layer) or is_unit(operation):
             return False
         return self._count(self._bytes([operation])) > 1
+
+    def note_part(self, layers: Iterable[keras.Layer]) -> None:
+        """Notes that some layers are one compiled function in the step that is being traced."""
+        number = len(self._functions)
+        for layer in layers:
+            for one in layer._flatten_layers():
+                for variable in one._trainable_variables:
+                    # In backprop, a layer's first call is its last.
+                    self._functions.setdefault(id(variable), number)
+
+    def part_of(self, variable: Any) -> int | None:
+        """Number of the compiled function that gradients of a variable come from, or None."""
+        return self._functions.get(id(variable))
 
     def parts_of(self, function: keras.Function) -> dict[int, int]:
         """Cuts the graph of a functional model.
