@@ -49,7 +49,7 @@ def test_a_backup_ends_before_the_tables_that_its_list_names(tmp_path):
         backup_writer=types.SimpleNamespace(finish=lambda: None),
         backup_tables=Tables(),
     )
-    backup_callback.end(engine, None, keras.callbacks.BackupAndRestore(str(folder)))
+    backup_callback.end(engine, keras.callbacks.BackupAndRestore(str(folder)))
     assert found == [(False, None)]
 
 
