@@ -19,7 +19,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.cluster.process import tuning
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import initial_rows
@@ -35,7 +34,6 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=4)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     flags = parser.parse_args()
-    tuning.tune()
     initializer = initial_rows.check_initializer("uniform")
     spec = {"name": "t", "key": 0, "dim": flags.dim, "initializer": initializer}
     spec |= {"default": "zeros", "admit": None, "expire": []}

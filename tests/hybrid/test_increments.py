@@ -1,7 +1,5 @@
 """Backups of dynamic tables by servers: all rows now and then, and the changes in between."""
 
-import threading
-
 import keras
 import numpy as np
 import pytest
@@ -12,11 +10,10 @@ from keras_psplus.errors import TableServerError
 from keras_psplus.files import atomic, shard_files
 from keras_psplus.files.table_files import read_list, stems_of, write_list
 from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.server.dynamic_shard import TRACING, DynamicShard
+from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import changes, policies
 from keras_psplus.tables.rows.row_optimizer import config_of
-from keras_psplus.tables.store import RowStore
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers
 
@@ -100,21 +97,6 @@ def batch(step, rows=30):
 
 def bytes_of(folder, stem):
     return sum(path.stat().st_size for path in folder.glob(f"{stem}-*"))
-
-
-def test_the_first_backup_finds_its_functions_traced(tmp_path, monkeypatch):
-    traced, freeze = [], RowStore.freeze
-    monkeypatch.setattr(
-        RowStore, "freeze", lambda store, at: traced.append(store) or freeze(store, at)
-    )
-    job = Job(1)
-    for thread in threading.enumerate():
-        if thread.name == TRACING:
-            thread.join(60)
-    assert traced == job.stores
-    job.step(*batch(0))
-    job.save(str(tmp_path))
-    assert traced == job.stores
 
 
 def test_changes_are_as_large_as_what_was_touched_until_all_is_written_again(tmp_path, monkeypatch):

@@ -1,14 +1,13 @@
 """One parameter server's keys and rows of a dynamic table, beside those of other tables."""
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES
-from keras_psplus.hybrid.server.shard import Method, TableShard, traced
+from keras_psplus.hybrid.server.shard import TableShard, traced
 from keras_psplus.tables import changes, files
 from keras_psplus.tables.rows.chunks import ChunkedRows
 from keras_psplus.tables.rows.frozen_rows import FrozenRows
@@ -17,8 +16,6 @@ from keras_psplus.tables.store import RowStore
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 _RANGE = tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)
 _ENTRIES = tf.TensorSpec([None, 4], _LONG)
-# Name of threads that trace.
-TRACING = "tracing of backups"
 
 
 class DynamicShard(TableShard):
@@ -31,7 +28,7 @@ class DynamicShard(TableShard):
 
     def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
         self.store = RowStore(self.spec, server, servers)
-        self._capturing = self._capture_functions()
+        self._capturing: tuple[files.Freeze, list[files.Read]] | None = None
 
     @property
     def variables(self) -> dict[int, Any]:
@@ -47,9 +44,7 @@ class DynamicShard(TableShard):
         self._optimizer_number, self._first_slot = number, first_slot
         # Traced again, as it is to begin the new slots.
         self._methods.pop("insert", None)
-        self._capturing = self._capture_functions()
-        # The first backup would wait for it, and training for the backup.
-        threading.Thread(target=_trace, args=self._capturing, name=TRACING).start()
+        self._capturing = None
 
     def capture(self, key: int, since: files.Mark | None) -> files.Capture:
         """Table as it is now, to be written while updates go on.
@@ -58,21 +53,20 @@ class DynamicShard(TableShard):
             key: Its number in the files.
             since: Mark of the capture whose changes since are wanted, or None.
         """
+        if self._capturing is None:
+            candidates = self.store.admission.candidates
+            every = [self.store.key_rows, *([] if candidates is None else [candidates])]
+            self._capturing = self._freezing(), [self._reading(rows.frozen) for rows in every]
         return files.Capture(self.store, key, since, *self._capturing)
 
-    def _capture_functions(self) -> tuple[Method, list[Method]]:
-        candidates = self.store.admission.candidates
-        every = [self.store.key_rows, *([] if candidates is None else [candidates])]
-        return self._freezing(), [self._reading(rows.frozen) for rows in every]
-
-    def _freezing(self) -> Method:
+    def _freezing(self) -> files.Freeze:
         @traced(tf.TensorSpec([3], _LONG))
         def freeze(since: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return self._lock.execute(lambda: self.store.freeze(since))
 
         return freeze
 
-    def _reading(self, frozen: FrozenRows) -> Method:
+    def _reading(self, frozen: FrozenRows) -> files.Read:
         @traced(*_RANGE)
         def read(first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self._lock.execute(lambda: frozen.read(first, end))
@@ -197,8 +191,3 @@ class DynamicShard(TableShard):
             return tf.size(values)
 
         return write
-
-
-def _trace(freeze: Method, reads: list[Method]) -> None:
-    for function in (freeze, *reads):
-        function.get_concrete_function()
