@@ -25,7 +25,7 @@ PAIRS = (
     ("3.13", "keras==3.15.*", "tensorflow==2.21.*"),
     ("3.11", "keras-nightly", "tensorflow==2.21.*"),
 )
-OTHERS = ("keras-rs>=0.4", "pytest>=8", "pytest-timeout")
+OTHERS = ("hypothesis", "keras-rs>=0.4", "pytest>=8", "pytest-timeout")
 TESTS = ("tests/smoke", "tests/keras_hooks")
 
 
