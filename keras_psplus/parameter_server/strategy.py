@@ -85,7 +85,7 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             updated once all gradients for it are there, and read for the next step while others
             are being sent; training is the same, and the servers keep a second copy of what an
             update writes. In `"async"` mode, a worker has up to three steps under way, with older
-            gradients. `"auto"`: in `"sync"` mode, if first steps are measured to be faster so.
+            gradients. `"auto"`: in `"sync"` mode, if steps are measured to be faster so.
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
@@ -184,6 +184,8 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._chief = servers.notifier
         # TensorFlow's `ClusterCoordinator` reads them.
         self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
+        # One worker's training is that of one process; servers started otherwise have few threads.
+        overlap = overlap if self._num_workers > 1 and self._task is not None else False
         # One server's variables stay whole unless they are sure to overlap: Adafactor needs that.
         may_overlap = overlap or (overlap is None and self._num_ps > 1)
         cuts_finely = self._mode.is_sync and bool(may_overlap)
@@ -199,8 +201,6 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         self._communication.add_source(totals.traffic, lambda: totals.seconds)
         self._is_parameter_server_strategy_v2 = self._should_use_with_coordinator = True
         self._canonicalize_devices = False
-        # One worker's training is that of one process; servers started otherwise have few threads.
-        overlap = overlap if self._num_workers > 1 and self._task is not None else False
         members = Members(spec["worker"], servers.admit, absent, forgets=is_elastic)
         scheduler = Scheduler(
             self._num_workers,

@@ -85,10 +85,9 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     @property
     def places(self) -> list[int]:
         """Place of each worker, in rank order, among those that share a variable with it."""
-        workers = list(self.sharing_workers)
-        # Other groups are like this one.
-        ranks = range(self._num_workers)
-        return [workers.index(r) if r in workers else r % len(workers) for r in ranks]
+        # Groups that share are of consecutive ranks.
+        order = self._order or range(len(self.sharing_workers))
+        return [order.index(rank % len(order)) for rank in range(self._num_workers)]
 
     @property
     def sharing_launcher(self) -> Launcher:

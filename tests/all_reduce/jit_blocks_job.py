@@ -58,9 +58,11 @@ class Block(layers.Layer):
 
 
 class Encoder(layers.Layer):
-    def __init__(self):
+    """Calls layers one after the other."""
+
+    def __init__(self, blocks):
         super().__init__()
-        self.blocks = [psp.unit(Block()) for _ in range(2)]
+        self.blocks = blocks
 
     def build(self, shape):
         for block in self.blocks:
@@ -77,7 +79,8 @@ class Own(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.encoder, self.last = Encoder(), layers.Dense(3)
+        self.encoder = Encoder([psp.unit(Block()) for _ in range(2)])
+        self.last = layers.Dense(3)
 
     def call(self, x):
         return self.last(self.encoder(x))

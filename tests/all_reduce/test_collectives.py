@@ -41,6 +41,13 @@ class Named(NamedTuple):
     shape: tuple
 
 
+def test_buckets_are_in_the_order_in_which_they_are_complete():
+    items = ["a0", "a1", "a2", "b3", "c4", "b5", "c6"]
+    found = gradients.buckets(items, lambda item: item[0], lambda item: 1, 2)
+    expected = [("a", ["a0", "a1"]), ("a", ["a2"]), ("b", ["b3", "b5"]), ("c", ["c4", "c6"])]
+    assert found == expected
+
+
 def test_a_bucket_waits_until_the_second_before_it_has_ended():
     variables = [Named(f"weight_{i}", tf.TensorShape([3])) for i in range(5)]
     launcher = FakeLauncher()

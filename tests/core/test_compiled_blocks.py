@@ -5,6 +5,7 @@ import keras
 import keras_psplus as psp
 from keras_psplus.core.graph.model_segments import nodes_in_order
 from keras_psplus.core.models.compiled_blocks import CompiledBlocks
+from tests.all_reduce.jit_blocks_job import Encoder
 
 layers = keras.layers
 
@@ -63,22 +64,8 @@ def test_models_inside_get_their_share():
 
 
 def test_layers_around_units_are_cut():
-    class Encoder(layers.Layer):
-        def __init__(self, mark):
-            super().__init__()
-            self.blocks = [mark(layers.Dense(4)) for _ in range(3)]
-
-        def build(self, shape):
-            for block in self.blocks:
-                block.build(shape)
-
-        def call(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
     for mark in (psp.unit, lambda layer: layer):
-        encoder = Encoder(mark)
+        encoder = Encoder([mark(layers.Dense(4)) for _ in range(3)])
         model = keras.Sequential([keras.Input((4,)), encoder])
         blocks = CompiledBlocks(model, 2, lambda layer: False)
         assert blocks.is_cut(encoder) == (mark is psp.unit)

@@ -78,6 +78,20 @@ def test_steps_that_take_longer_are_measured_again(caplog):
     assert not choice.is_on and caplog.text.count("measured again") == 3
 
 
+def test_steps_without_a_worker_decide_nothing(caplog):
+    totals = Totals()
+    choice = OverlapChoice(None, WORKERS, totals)
+    take(choice, totals, 8, 0.34, 0.31, 20 << 20)
+    # They do not overlap, although it is being tried.
+    take(choice, totals, 20, None, 0.6, 20 << 20)
+    take(choice, totals, 3 + 6, 0.25, 0.2, 20 << 20)
+    assert choice.is_on and caplog.text.count('overlap_steps="auto"') == 1
+    take(choice, totals, 5, 0.25, 0.2, 20 << 20)
+    take(choice, totals, 20, None, 0.6, 20 << 20)
+    take(choice, totals, 5, 0.7, 0.6, 20 << 20)
+    assert choice.is_on and "measured again" not in caplog.text
+
+
 @pytest.mark.parametrize("argument", [True, False])
 def test_what_the_script_says_stays(argument):
     choice, totals = OverlapChoice(argument, WORKERS, None), Totals()

@@ -195,25 +195,25 @@ def ended(strategy):
 
 
 class Dying(keras.callbacks.Callback):
-    """Kills a worker that is to die in the third epoch, while the others wait for its gradients."""
+    """Kills a worker that is to die in a step, while the others wait for its gradients."""
 
-    def __init__(self, dies):
+    def __init__(self, dies, epoch, batch):
         super().__init__()
-        self._dies = dies
+        self._dies, self._at = dies, (epoch, batch)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
         print("epoch", epoch, "begins", flush=True)
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._dies and self._epoch == 2 and batch == 3:
+        if self._dies and (self._epoch, batch) == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def backup(folder, dies):
     model, x = mlp(O.Adam(1e-2))
     callbacks = [keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
-    history = fit(model, x, epochs=4, callbacks=[*callbacks, Dying(dies)])
+    history = fit(model, x, epochs=4, callbacks=[*callbacks, Dying(dies, 2, 3)])
     return {k: v for k, v in left(model, history).items() if not k.startswith("history")}
 
 

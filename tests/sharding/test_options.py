@@ -59,16 +59,21 @@ def test_compressed_training_learns_as_much(folder, alone, shard):
     assert first["wire"] == pytest.approx(sent + gathered, rel=0.01)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "all"])
-def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
-    options = json.dumps({"shard": shard, "shard_group": 2})
-    cases = [*GROUPED, "bytes"]
-    path = folder / f"{shard} groups"
-    run = train_in_cluster(path, 4, cases, JOB, env={"OPTIONS": options})
+def check_groups(folder, alone, sharing, **options):
+    """Trains on four workers, of which so many share; returns the last one's bytes."""
+    path = folder / " ".join(map(str, options.values()))
+    env = {"OPTIONS": json.dumps(options)}
+    run = train_in_cluster(path, 4, [*GROUPED, "bytes"], JOB, env=env)
     for case in GROUPED:
         check(alone, run, case, 2e-5)
     found = load(path / "bytes.worker-3.npz", run[1].logs["worker-3"])
-    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
+    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // sharing))
+    return found
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
+    found = check_groups(folder, alone, 2, shard=shard, shard_group=2)
     if shard == "optimizer":
         # Momentum and velocity are as many numbers each as the gradients, of which a worker sends
         # half to the other of its group, its own half to the other group, and half of new values.
@@ -86,13 +91,7 @@ def test_groups_of_two_of_four_workers_equal_one_process(folder, alone, shard):
     ],
 )
 def test_parts_along_a_topology_equal_one_process(folder, alone, shard, groups):
-    options = json.dumps({"shard": shard, "topology": groups})
-    path = folder / f"{shard} {groups}"
-    run = train_in_cluster(path, 4, [*GROUPED, "bytes"], JOB, env={"OPTIONS": options})
-    for case in GROUPED:
-        check(alone, run, case, 2e-5)
-    found = load(path / "bytes.worker-3.npz", run[1].logs["worker-3"])
-    np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 4))
+    found = check_groups(folder, alone, 4, shard=shard, topology=groups)
     if shard == "optimizer":
         # Of as many bytes as those of an all-reduce, a third goes between groups.
         sent = 4 * 3 / 2 * found["whole"].sum() / 2

@@ -9,7 +9,6 @@ each case leaves is written to `<folder>/<case>.<task>.npz`.
 import contextlib
 import os
 import pathlib
-import signal
 import sys
 import traceback
 
@@ -22,6 +21,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.tensor_parallel.group import ModelGroup
+from tests.sharding.shares_job import Dying
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 EPOCHS, ROWS = 2, 80  # of 8: 20 steps
@@ -333,26 +333,10 @@ def loaded():
     return left(model, fit(model, x, epochs=1))
 
 
-class Dying(keras.callbacks.Callback):
-    """Kills a worker that is to die in the second epoch, while the others wait for it."""
-
-    def __init__(self, dies):
-        super().__init__()
-        self._dies = dies
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._epoch = epoch
-        print("epoch", epoch, "begins", flush=True)
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._dies and self._epoch == 1 and batch == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def backup(folder, dies):
     model, x = made("mlp", "adam")
     callbacks = [keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
-    history = fit(model, x, callbacks=[*callbacks, Dying(dies)])
+    history = fit(model, x, callbacks=[*callbacks, Dying(dies, 1, 2)])
     return {k: v for k, v in left(model, history).items() if not k.startswith("history")}
 
 

@@ -82,7 +82,7 @@ def buckets(
     size: Callable[[_Item], int],
     bucket_bytes: int,
 ) -> list[tuple[_Key, list[_Item]]]:
-    """Groups items of one key, in order, closing a bucket once it is full.
+    """Groups items of one key, closing a bucket once it is full.
 
     Args:
         items: List of items.
@@ -91,16 +91,21 @@ def buckets(
         bucket_bytes: Size at which a bucket is full.
 
     Returns:
-        List of `(key, items)`.
+        List of `(key, items)`, in the order of the buckets' last items: what is made in the order
+        of items is complete in that of buckets.
     """
     filling: dict[_Key, list[_Item]] = {}
     sizes: dict[_Key, int] = {}
-    full: list[tuple[_Key, list[_Item]]] = []
-    for item in items:
+    # By the place of its last item.
+    closed: dict[int, tuple[_Key, list[_Item]]] = {}
+    ends: dict[_Key, int] = {}
+    for place, item in enumerate(items):
         kind = key(item)
         filling.setdefault(kind, []).append(item)
         sizes[kind] = sizes.get(kind, 0) + size(item)
+        ends[kind] = place
         if sizes[kind] >= bucket_bytes:
-            full.append((kind, filling.pop(kind)))
+            closed[place] = kind, filling.pop(kind)
             sizes.pop(kind)
-    return full + list(filling.items())
+    closed |= {ends[kind]: (kind, rest) for kind, rest in filling.items()}
+    return [closed[place] for place in sorted(closed)]

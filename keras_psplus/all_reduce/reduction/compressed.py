@@ -102,8 +102,10 @@ class CompressedSum:
         sent, done = list[tf.Tensor](), list[tf.Tensor]()
         # Of forms: a route is chosen without the gradient.
         forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
-        averages = any(route_choice.route(*forms[i], i) == ("mean",) for i in dense)
-        most_rows = self._most_rows([(numbers[i], compressors[i], grads[i]) for i in dense])
+        alone = {i: route_choice.route(*forms[i], i) for i in dense}
+        averages = ("mean",) in alone.values()
+        factored = [i for i in dense if alone[i][0] == "factors"]
+        most_rows = self._most_rows([(numbers[i], compressors[i], grads[i]) for i in factored])
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
@@ -237,11 +239,7 @@ class CompressedSum:
 
     def _most_rows(self, grads: list[tuple[int, Any, tf.Tensor]]) -> dict[int, tf.Tensor]:
         """`factor_sums.most_rows` of gradients that travel as factors, by numbers of variables."""
-        known = (
-            (n, _product(c, g))
-            for n, c, g in grads
-            if route_choice.route(c, g.shape, g.dtype, n)[0] == "factors"
-        )
+        known = ((n, _product(c, g)) for n, c, g in grads)
         products = {number: product for number, product in known if product is not None}
         if not products:
             return {}

@@ -149,7 +149,7 @@ class TwoLevelSum:
         for (_, compressed), bucket in gradients.buckets(
             parts,
             lambda part: (
-                (part.tensor.dtype, part_of(part.variable)),
+                (part.tensor.dtype, part_of(variables[part.number])),
                 self._is_compressed(part.variable, part.tensor),
             ),
             lambda part: part.tensor.shape.num_elements() * part.tensor.dtype.size,

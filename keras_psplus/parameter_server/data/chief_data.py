@@ -130,7 +130,7 @@ def take_apart(
         )
     contexts = [_Context(num_workers, i, 1) for i in range(num_workers)]
     datasets = [_made_for(function, context) for context in contexts]
-    # Who shards what it has shuffled needs one order for all; who reads everything, its own.
+    # Shuffled data that are sharded need one order for all; each who reads everything, its own.
     is_sharded = any(context.is_asked for context in contexts)
     first = random.randint(1, int(1e9))
     seeds = [first if is_sharded else first + i for i in range(len(datasets))]

@@ -180,11 +180,9 @@ class WorkerIterator:
     ) -> Ticket | None:
         """Takes the next batches for a free worker; None at the end of the data.
 
-        They are of its share if that has some.
-
-        The last ones of a share may be fewer than `count`. `free` returns the workers that may be
-        given a step, the next one first. `while_waiting` is called while no batches come, and may
-        raise.
+        They are of its share if that has some. The last ones of a share may be fewer than `count`.
+        `free` returns the workers that may be given a step, the next one first. `while_waiting` is
+        called while no batches come, and may raise.
         """
         if not self._is_started:
             self._is_started = True

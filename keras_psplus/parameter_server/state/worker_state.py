@@ -36,7 +36,7 @@ class WorkerStates:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         # A worker may serve one job after another.
-        self._run = uuid.uuid4().hex
+        self._prefix = f"keras_psplus/{uuid.uuid4().hex}"
         self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
             weakref.WeakKeyDictionary()
         )
@@ -50,9 +50,9 @@ class WorkerStates:
         self.losses = 0
 
     @property
-    def run(self) -> str:
-        """A name for this run of the job, which no other has."""
-        return self._run
+    def prefix(self) -> str:
+        """Prefix of the resources' names in this run of the job, which no other has."""
+        return self._prefix
 
     @property
     def has_any(self) -> bool:
@@ -87,7 +87,7 @@ class WorkerStates:
         return known[0][name]
 
     def _shared_name(self, name: str) -> str:
-        return f"keras_psplus/{self._run}/{name}"
+        return f"{self.prefix}/{name}"
 
     def register(
         self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
 
@@ -38,10 +39,6 @@ def tensors(batch: Any) -> Any:
 def weights(model: keras.Model) -> list[tf.Variable]:
     """TensorFlow's variables of a model's weights."""
     return [variable._value for variable in model.weights]
-
-
-if TYPE_CHECKING:
-    from keras_psplus.core.distributed_engine import DistributedEngine
 
 
 def compiled_step(

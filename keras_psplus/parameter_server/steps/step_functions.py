@@ -102,15 +102,16 @@ class StepFunctions:
         step: Callable[..., Any],
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
-        replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare]] | None = None,
+        replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare | None]] = (
+            lambda initial: contextlib.nullcontext()
+        ),
         overlap: bool = False,
         begin: Callable[[Pulls], None] = lambda pulls: None,
     ) -> None:
         self._context, self._step, self._collect = context, step, collect
         self._begin = begin
         self._weights = weights
-        self._make_replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare | None]]
-        self._make_replica_step = replica_step or _no_replica_step
+        self._make_replica_step = replica_step
         self._overlap = overlap
         self._functions: dict[str, TracedStep] = {}
 
@@ -195,13 +196,9 @@ class StepFunctions:
         """Reads of the function being traced; with overlap, the first ones hold a lock."""
         extended, turn = self._context.extended, None
         if self._overlap:
-            turn = ReadLock(f"keras_psplus/{extended.worker_states.run}")
+            turn = ReadLock(extended.worker_states.prefix)
             counter.timer.at_arrival = turn.end
         return Pulls(self._weights(), stay, extended.compressors, turn)
-
-
-def _no_replica_step(initial: tf.Tensor) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _with_any_batch_size(leaf: Any) -> Any:

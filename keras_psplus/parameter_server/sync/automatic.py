@@ -1,4 +1,4 @@
-"""Choice of `overlap_steps="auto"`: the first synchronous steps are measured.
+"""Choice of `overlap_steps="auto"`: some synchronous steps are measured, the first ones at least.
 
 2 steps | 6 measured ─► links take a part of the step ─► 3 steps | 6 measured, overlapping
    ▲                 └► they do not: no overlap            └► the faster way stays
@@ -25,7 +25,7 @@ _CHANGE = 2.0
 class OverlapChoice:
     """Whether steps overlap at present, `is_on`.
 
-    The argument says so, or is None if first steps are to show it.
+    The argument says so, or is None if measured steps are to show it.
     """
 
     def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
@@ -37,11 +37,18 @@ class OverlapChoice:
         self._without = 0.0
         self._decided = 0.0
         # Doubled by a choice that is made again: what keeps changing is measured seldom.
-        self._patience, self._choice = _MEASURED, False
+        self._patience = _MEASURED
+        self._choice: bool | None = None
 
-    def note(self, seconds: float) -> None:
-        """Notes how long a step of all workers took."""
+    def note(self, seconds: float | None) -> None:
+        """Notes how long a step took; None if a worker was missing from it.
+
+        Such a step never overlaps, and is longer for the others. It begins anew what is measured.
+        """
         if not self._is_automatic:
+            return
+        if seconds is None:
+            self._seconds.clear()
             return
         if not self._is_open:
             self._watch(seconds)
@@ -87,8 +94,7 @@ class OverlapChoice:
             )
 
     def _decide(self, is_on: bool, seconds: float, reason: str) -> None:
-        is_same = self._decided and is_on == self._choice
-        self._patience = 2 * self._patience if is_same else _MEASURED
+        self._patience = 2 * self._patience if is_on == self._choice else _MEASURED
         self.is_on = self._choice = is_on
         self._is_open, self._seconds, self._decided = False, [], seconds
         logger.info(

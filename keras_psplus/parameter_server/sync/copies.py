@@ -98,7 +98,7 @@ class WorkerCopies:
             return tf.raw_ops.FIFOQueueV2(
                 component_types=[tf.int32],
                 shapes=[[]],
-                shared_name=f"keras_psplus/{self._states.run}/updated/{generation}/{number}",
+                shared_name=f"{self._states.prefix}/updated/{generation}/{number}",
             )
 
 

@@ -142,7 +142,8 @@ class OverlapPlanner:
             trace: Function that traces the step once more, with `begin`.
         """
         assert function.step.replica_step is not None
-        undo = Undo(_updated_by(function.added), self._prefix, self._on_chief)
+        prefix = self._context.extended.worker_states.prefix
+        undo = Undo(_updated_by(function.added), prefix, self._on_chief)
         written = undo.handles
         whole = [
             read
@@ -183,10 +184,6 @@ class OverlapPlanner:
         releasing = self._on_chief(release, aggregation.STAMP, aggregation.COUNT)
         overlap = Overlap(undo, releasing, copies.trace_fetch(generation))
         return function._replace(step=on_copies, apply=updating, overlap=overlap)
-
-    @property
-    def _prefix(self) -> str:
-        return f"keras_psplus/{self._context.extended.worker_states.run}"
 
 
 def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -> str | None:

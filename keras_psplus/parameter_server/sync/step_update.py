@@ -132,9 +132,10 @@ class StepUpdates:
             batch: Batch of one of them.
         """
         function = calls[0][0]
-        is_one = all(one is function for one, _ in calls)
         # TensorFlow cannot give new functions to all tasks if one is lost, and says so at length.
-        if not (self._context.overlap.is_on and is_one) or self._context.scheduler.queue.lost:
+        if not self._context.overlap.is_on or self._context.scheduler.queue.lost:
+            return function
+        if any(one is not function for one, _ in calls):
             return function
         if writes.are_traced:
             warn_once(

@@ -65,7 +65,7 @@ class SyncFunctions:
     def discard(self, stamp: int) -> None:
         """Forgets what attempts before a stamp have added, with batches of any form."""
         for key, function in self._made.items():
-            # A step that has failed before it was traced has added nothing.
+            # A step without an optimizer adds nothing.
             if function.added and key not in self._discards:
                 self._discards[key] = self._make_discard(function.added)
             if key in self._discards:
@@ -95,9 +95,8 @@ class SyncFunctions:
     ) -> HandedOver:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         by_value = {id(variable._value): variable for variable in variables}
-        extended = self._context.extended
+        prefix = self._context.extended.worker_states.prefix
         values = [variable._value for variable in variables]
-        prefix = f"keras_psplus/{extended.worker_states.run}"
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
             pairs = self._context.engine.push(inner, gradients, values)

@@ -105,7 +105,8 @@ class SyncRunner(StepRunner):
         for batch in batches:
             begin = time.monotonic()
             self._take_step(batch)
-            self._context.overlap.note(time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            self._context.overlap.note(None if self._context.scheduler.queue.lost else seconds)
 
     def _take_step(self, batch: Any) -> None:
         shares = split(batch, self._context.num_workers)
@@ -114,7 +115,8 @@ class SyncRunner(StepRunner):
         step = calls[0][0].step
         totals = self._open(step)
         try:
-            attempt = self._complete(calls, shares, describe([batch], self._sent))
+            about = describe([batch], self._sent)
+            attempt = self._complete(calls, weights, shares[0][1], about)
         except BaseException:
             self._context.attempts.failures += 1
             raise
@@ -127,12 +129,14 @@ class SyncRunner(StepRunner):
         self._sent += 1
         totals.steps += 1
 
-    def _complete(self, calls: list[_Call], shares: list[tuple[float, Any]], about: str) -> Attempt:
+    def _complete(
+        self, calls: list[_Call], weights: list[float], batch: Any, about: str
+    ) -> Attempt:
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
-        attempts, weights = self._context.attempts, [weight for weight, _ in shares]
+        attempts = self._context.attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
         while True:
-            function = self._updates.function(calls, shares[0][1])
+            function = self._updates.function(calls, batch)
             with self._context.scheduler.queue.holding():
                 attempt = attempts.begin(len(calls))
                 if is_unclean:
@@ -166,7 +170,7 @@ class SyncRunner(StepRunner):
             attempt.is_void = attempt.is_void or not attempt.is_over
             scheduler.queue.withdraw(closures)
         except BaseException:
-            # What cannot be undone lies on a server that is lost, and the error says so.
+            # Only values of a lost server cannot be undone, and the error names that one.
             with contextlib.suppress(tf.errors.OpError):
                 updates.abort(update)
             raise
