@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.base import Form as Form
+from keras_psplus.updates.host_count import HostCount
 
 
 def forms_of(grads: Grads) -> list[Form | None]:
@@ -35,7 +36,7 @@ class Accumulation(ReplicaUpdates):
         states, name, forms, variables, *_ = context
         self._steps = steps
         self._variables = variables
-        self._count = states.variable(f"{name} count", [], tf.int64)
+        self._count = HostCount(states, f"{name} count")
         self._rows = states.variable(f"{name} rows", [], tf.float64)
         self._sums = [
             None
@@ -48,7 +49,7 @@ class Accumulation(ReplicaUpdates):
 
     @property
     def count(self) -> tf.Tensor:
-        return self._count.read_value()
+        return self._count.read()
 
     def on_gradients(
         self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
@@ -58,7 +59,7 @@ class Accumulation(ReplicaUpdates):
             None if one is None else one.weighted(gradient, rows)
             for one, gradient in zip(self._sums, grads)
         ]
-        self._count.assign_add(1, read_value=False)
+        self._count.add_one()
         self._rows.assign_add(tf.cast(rows, tf.float64), read_value=False)
 
         def update() -> None:
@@ -70,11 +71,13 @@ class Accumulation(ReplicaUpdates):
                 if one is not None:
                     one.add(part)
 
-        tf.cond(self.count >= self._steps, update, keep)
+        is_full = self._count.satisfies(lambda count: count >= self._steps)
+        tf.cond(is_full, update, keep)
 
     def on_finish(self, step: Step, apply: Apply) -> None:
         nothing = [None] * len(self._sums)
-        tf.cond(self.count > 0, lambda: self._update(apply, nothing), lambda: None)
+        waits = self._count.satisfies(lambda count: count > 0)
+        tf.cond(waits, lambda: self._update(apply, nothing), lambda: None)
 
     def _update(self, apply: Apply, parts: Sequence[Any]) -> None:
         rows = self._rows.read_value()
@@ -85,7 +88,7 @@ class Accumulation(ReplicaUpdates):
         for one in self._sums:
             if one is not None:
                 one.clear()
-        self._count.assign(0, read_value=False)
+        self._count.set(0)
         self._rows.assign(0.0, read_value=False)
 
 

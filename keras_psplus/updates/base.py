@@ -33,7 +33,7 @@ class Form(NamedTuple):
 class States(Protocol):
     """Variables of zeros, one of each for every replica, which backups keep."""
 
-    def variable(self, name: str, shape: Any, dtype: Any) -> Any:
+    def variable(self, name: str, shape: Any, dtype: Any, on_host: bool = False) -> Any:
         """Makes or finds a variable, which has `read_value`, `assign` and `assign_add`."""
 
 
@@ -70,7 +70,8 @@ class Context(NamedTuple):
     Attributes:
         states: `States`: `variable(name, shape, dtype)` makes a variable of zeros, of the replica's
             own, or finds it. It has `read_value()`, `assign(value, read_value=False)` and
-            `assign_add`. Backups keep these variables.
+            `assign_add`. Backups keep these variables. With `on_host=True` it is in the host's
+            memory, for conditions that would make a GPU wait for the host.
         name: Prefix that distinguishes these variables from others of the same optimizer.
         forms: List of `Form`, of the gradients to come; None for None.
         variables: Their Keras variables.

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.tf_internals.own_copy import own_copy
 from keras_psplus.updates.base import States, Step
+from keras_psplus.updates.host_count import HostCount
 
 
 class LocalPolicy(Protocol):
@@ -57,7 +58,7 @@ class Fragment:
         self._anchors = self._like_variables(states, f"{name} anchor")
         if self._overlap:
             # 0, or 1 and the steps since what is under way was set aside.
-            self._under_way = states.variable(f"{name} under way", [], tf.int64)
+            self._under_way = HostCount(states, f"{name} under way")
             self._aside = self._like_variables(states, f"{name} aside")
             self._parts = _by_size(variables, self._overlap)
 
@@ -84,28 +85,28 @@ class Fragment:
             return
         for aside, change in zip(self._aside, changes):
             aside.assign(change, read_value=False)
-        self._under_way.assign(1, read_value=False)
+        self._under_way.set(1)
 
     def send_part(self) -> None:
         """Sends the next part of the pending change, if one is due."""
         for i, part in enumerate(self._parts if self._overlap else ()):
-            self._send_if(tf.equal(self._under_way.read_value(), i + 1), part)
+            self._send_if(i + 1, i + 1, part)
 
     def receive(self, step: Step) -> None:
         """After the last of the overlapping steps, takes what has been sent."""
         if not self._overlap:
             return
-        steps = self._under_way.read_value()
-        self._under_way.assign(tf.where(steps > 0, steps + 1, 0), read_value=False)
-        tf.cond(steps >= self._overlap, lambda: self._arrive_from_aside(step), lambda: None)
+        arrives = self._under_way.satisfies(lambda steps: steps >= self._overlap)
+        self._under_way.update(lambda steps: tf.where(steps > 0, steps + 1, 0))
+        tf.cond(arrives, lambda: self._arrive_from_aside(step), lambda: None)
 
     def finish(self, step: Step) -> None:
         """Averages all that there is, after which all replicas have the same weights."""
         if self._overlap:
-            steps = self._under_way.read_value()
             for i, part in enumerate(self._parts):
-                self._send_if((steps > 0) & (steps <= i + 1), part)
-            tf.cond(steps > 0, lambda: self._arrive_from_aside(step), lambda: None)
+                self._send_if(1, i + 1, part)
+            is_under_way = self._under_way.satisfies(lambda steps: steps > 0)
+            tf.cond(is_under_way, lambda: self._arrive_from_aside(step), lambda: None)
 
         def average() -> None:
             changes = self._changes()
@@ -118,14 +119,17 @@ class Fragment:
             for anchor, variable in zip(self._anchors, self._variables):
                 own_copy(variable.value).assign(anchor.read_value(), read_value=False)
 
-    def _send_if(self, due: tf.Tensor, places: Sequence[int]) -> None:
+    def _send_if(self, first: int, last: int, places: Sequence[int]) -> None:
+        """Sends some changes if a step from the first to the last one is taken."""
+
         def send() -> None:
             sums = self._summed([self._aside[i].read_value() for i in places], places)
             for i, total in zip(places, sums):
                 self._aside[i].assign(total, read_value=False)
 
         if places:
-            tf.cond(due, send, lambda: None)
+            is_due = self._under_way.satisfies(lambda steps: (steps >= first) & (steps <= last))
+            tf.cond(is_due, send, lambda: None)
 
     def _summed(self, tensors: list[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
         variables = [self._variables[i] for i in places]
@@ -145,7 +149,7 @@ class Fragment:
 
     def _arrive_from_aside(self, step: Step) -> None:
         self._arrive(step, [aside.read_value() for aside in self._aside], self._alpha)
-        self._under_way.assign(0, read_value=False)
+        self._under_way.set(0)
 
     def _arrive(self, step: Step, gradients: Sequence[tf.Tensor], alpha: float) -> None:
         """Steps from the anchors, and sets out from there."""

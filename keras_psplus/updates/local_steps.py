@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, Step
 from keras_psplus.updates.fragment import Fragment, LocalPolicy
+from keras_psplus.updates.host_count import HostCount
 from keras_psplus.updates.values import map_values
 
 
@@ -24,8 +25,8 @@ class LocalSteps(ReplicaUpdates):
         states, name, _, _, parts, averaged, sums, self._group_sums = context
         assert sums is not None, "an engine gives it to each rule that averages weights"
         self._policy = policy
-        self._count = states.variable(f"{name} count", [], tf.int64)
-        self._batches = states.variable(f"{name} batches", [], tf.int64)
+        self._count = HostCount(states, f"{name} count")
+        self._batches = HostCount(states, f"{name} batches")
         self._fragments = [
             Fragment(policy, states, f"{name} fragment {i}", variables, outer, sums)
             for i, (variables, outer) in enumerate(parts)
@@ -40,8 +41,8 @@ class LocalSteps(ReplicaUpdates):
         if not start:
             self._alone(step, grads, variables, apply)
             return
-        early = self._batches.read_value() < start
-        self._batches.assign_add(1, read_value=False)
+        early = self._batches.satisfies(lambda batches: batches < start)
+        self._batches.add_one()
         tf.cond(
             early,
             lambda: apply(grads, variables),
@@ -52,15 +53,15 @@ class LocalSteps(ReplicaUpdates):
         def finish() -> None:
             for fragment in self._fragments:
                 fragment.finish(step)
-            self._count.assign(0, read_value=False)
+            self._count.set(0)
 
-        tf.cond(self._count.read_value() > 0, finish, lambda: None)
+        tf.cond(self._count.satisfies(lambda count: count > 0), finish, lambda: None)
 
     def _alone(
         self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
     ) -> None:
         every, fragments = self._policy.every, self._fragments
-        first = self._count.read_value() == 0
+        first = self._count.satisfies(lambda count: tf.equal(count, 0))
         for fragment in fragments:
             tf.cond(first, fragment.mark, lambda: None)
             # Reads nothing of this step: it travels while the step is computed.
@@ -72,11 +73,16 @@ class LocalSteps(ReplicaUpdates):
         for fragment in fragments:
             fragment.see(rows)
             fragment.receive(step)
-        self._count.assign_add(1, read_value=False)
-        turn = tf.math.floormod(self._count.read_value(), every)
+        self._count.add_one()
         for i, fragment in enumerate(fragments):
-            due = tf.equal(turn, (i + 1) * every // self._policy.fragments % every)
-            tf.cond(due, lambda fragment=fragment: fragment.send(step), lambda: None)
+            turn = (i + 1) * every // self._policy.fragments % every
+            tf.cond(
+                self._is_turn(turn), lambda fragment=fragment: fragment.send(step), lambda: None
+            )
+
+    def _is_turn(self, turn: int) -> tf.Tensor:
+        every = self._policy.every
+        return self._count.satisfies(lambda count: tf.equal(tf.math.floormod(count, every), turn))
 
     def _of_own_rows(
         self, step: Step, grads: Grads, variables: Sequence[keras.Variable]
@@ -84,7 +90,7 @@ class LocalSteps(ReplicaUpdates):
         """The gradients of the mean over the replica's own rows; with groups, over its group's."""
         if self._group_sums is None:
             return [map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
-        given, turn = [i for i, g in enumerate(grads) if g is not None], self._count.read_value()
+        given, turn = [i for i, g in enumerate(grads) if g is not None], self._count.read()
         sums = self._group_sums([grads[i] for i in given], [variables[i] for i in given], turn)
         fraction = step.sum_over_group([step.batch_fraction()])[0]
         grads = list(grads)

@@ -108,11 +108,13 @@ KNOWN = [
         ("compression/sparse/*",),
     ),
     Known(
-        "the host chooses by a rule's counter, which is with the replica's state, what is sent",
+        "at an epoch's end, whether a replica has taken steps that are not averaged yet",
         (WAIT,),
         ("If",),
-        ("updates/*",),
+        ("updates/fragment.py finish",),
         dtypes="bool",
+        # Each of two replicas.
+        times=2,
     ),
     Known(
         "Keras skips a step whose gradients have overflowed: the host chooses",

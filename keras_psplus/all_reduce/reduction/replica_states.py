@@ -62,18 +62,21 @@ class ReplicaStates:
         structure, variables = self._states[name]
         return tf.nest.pack_sequence_as(structure, [v.read_value() for v in variables])
 
-    def variable(self, name: str, shape: Any, dtype: tf.DType | str) -> tf.Variable:
+    def variable(
+        self, name: str, shape: Any, dtype: tf.DType | str, on_host: bool = False
+    ) -> tf.Variable:
         """Makes a variable of zeros, to be read and written as any.
 
         Args:
             name: A name that is not given twice.
             shape: Its shape; the number of rows may be None, and is 0 at first.
             dtype: Its dtype.
+            on_host: Whether it is on the host, and not on the replica's device.
 
         Returns:
             The variable.
         """
-        with ops.init_scope(), ops.device(self._device):
+        with ops.init_scope(), ops.device("CPU:0" if on_host else self._device):
             zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)
             return self._make({name: zeros}, tf.TensorShape(shape))[0]
 

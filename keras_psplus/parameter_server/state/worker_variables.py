@@ -51,11 +51,16 @@ class WorkerVariables:
         self._made: dict[str, WorkerVariable] = {}
 
     def variable(
-        self, name: str, shape: tf.TensorShape | Sequence[int | None], dtype: tf.DType | str
+        self,
+        name: str,
+        shape: tf.TensorShape | Sequence[int | None],
+        dtype: tf.DType | str,
+        on_host: bool = False,
     ) -> WorkerVariable:
         """A variable of zeros; it can be used once `begin` has been called.
 
-        Its number of rows may be None, and is 0 at first.
+        Its number of rows may be None, and is 0 at first. A worker waits for servers in each step,
+        so that it makes no difference to it if its GPU waits for the host: `on_host` is ignored.
         """
         name, form = f"{self._prefix}/{name}", (tf.TensorShape(shape), tf.as_dtype(dtype))
         handle = self._states.handle(name, *form)
