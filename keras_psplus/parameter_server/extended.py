@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.transport.compressors import Compressors
 
 _Creator: TypeAlias = Callable[..., tf.Variable]
+# The end of the path of an `Embedding`'s weights.
+_TABLE = "/embeddings"
 
 
 def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
@@ -203,7 +205,8 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             return None
         is_trained = kwargs.get("trainable") is not False
         if self._cuts_evenly:
-            return self._placement.cut(shape, dtype, is_trained)
+            path, *_ = self._creating() or ("",)
+            return self._placement.cut(shape, dtype, is_trained, path.endswith(_TABLE))
         if is_of_checkpoint or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
             return None
         # TensorFlow would send it whole.

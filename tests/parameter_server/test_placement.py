@@ -80,6 +80,8 @@ def test_shards_that_are_sent_one_after_the_other_are_fine():
     # Very large ones are cut into eight on each server.
     assert len(placement.cut((100_000, 1000), "float32", True)) == 16
     assert len(placement.cut((10, 10), "float32", True)) == 1
+    # A lookup asks each shard by itself.
+    assert len(placement.cut((100_000, 1000), "float32", True, is_table=True)) == 2
 
 
 def test_small_variables_stay_whole_and_go_where_least_is():

@@ -74,12 +74,17 @@ class Placement:
         self._bytes[is_trained][ps] += size
 
     def cut(
-        self, shape: shard_sizes.Shape, dtype: shard_sizes.DType, is_trained: bool
+        self,
+        shape: shard_sizes.Shape,
+        dtype: shard_sizes.DType,
+        is_trained: bool,
+        is_table: bool = False,
     ) -> list[Shard]:
         """Cuts a variable by rows so that all servers' bytes stay balanced.
 
         Returns one shard of all rows if it stays whole, and raises ValueError if a row is too
-        large.
+        large. A table, of which steps look up rows, is not cut finely: each shard is asked by
+        itself, and not much is sent.
         """
         rows = shape[0]
         row_bytes = shard_sizes.row_bytes_of(shape, dtype)
@@ -100,7 +105,7 @@ class Placement:
         if len(wanted) == 1:
             wanted = {self.least_loaded(size, is_trained): 1.0}
         most = shard_sizes.LARGE_BYTES
-        if self._cuts_finely:
+        if self._cuts_finely and not is_table:
             most = max(FINE_SHARD_BYTES, size // (_MOST_FINE_SHARDS * len(wanted)))
         return _shards(_whole_rows(wanted, rows), row_bytes, most)
 

@@ -43,7 +43,8 @@ class OverlapChoice:
     def note(self, seconds: float | None) -> None:
         """Notes how long a step took; None if a worker was missing from it.
 
-        Such a step never overlaps, and is longer for the others. It begins anew what is measured.
+        Such a step never overlaps, and is longer for the others: what was measured before it does
+        not count.
         """
         if not self._is_automatic:
             return
