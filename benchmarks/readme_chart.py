@@ -17,7 +17,9 @@ BARS = [
     ("keras_psplus", "all_reduce_factors", 'compression="factors" (exact)'),
     ("keras_psplus", "all_reduce_int8", 'compression="int8"'),
     ("keras_psplus", "all_reduce_powersgd", 'compression="powersgd:4"'),
-    ("tf_keras", "all_reduce", "tf_keras"),
+    ("keras_psplus", "sync_parameter_server", 'ParameterServerStrategy(mode="sync")'),
+    ("tf_keras", "all_reduce", "tf_keras, all-reduce"),
+    ("tf_keras", "parameter_server", "tf_keras, parameter servers"),
     ("PyTorch", "ddp", "PyTorch DDP"),
     ("PyTorch", "ddp_powersgd_4", "PyTorch DDP, PowerSGD(4)"),
 ]

@@ -55,7 +55,7 @@ def short(rows, work):
         f"| milliseconds a step | exact | {heads} |",
         "|---|---" + "|---:" * len(COLUMNS) + "|",
     ]
-    for library, method, title, exact in ROWS[work]:
+    for library, method, title, exact in ROWS.get(work, []):
         cells = []
         for workers, rate in COLUMNS:
             row = found.get((workers, library, method, rate))
