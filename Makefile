@@ -54,7 +54,7 @@ $(VENV)/stamp-library: $(VENV)/stamp-venv $(PACKAGING)
 demo: $(VENV)/stamp-library
 	@$(BIN)/python examples/demo.py $(DEMO)
 
-TEST = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	  --reruns 1 --rerun-show-tracebacks --rerun-except "did not end within"
 
 test: $(VENV)/stamp-test

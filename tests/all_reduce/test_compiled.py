@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from keras_psplus.core.graph import xla_operations
 
+pytestmark = pytest.mark.timeout(1500)
+
 JOB = "tests.all_reduce.compiled_job"
 
 
@@ -18,7 +20,7 @@ JOB = "tests.all_reduce.compiled_job"
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "results.json"
     done = subprocess.run(
-        [sys.executable, "-m", JOB, path], capture_output=True, text=True, timeout=560
+        [sys.executable, "-m", JOB, path], capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(pathlib.Path(path).read_text())

@@ -32,9 +32,9 @@ def running_reference(job, *args, seconds):
             reference.kill()
 
 
-def run_beside_reference(job, folder, names, seconds, timeout):
+def run_beside_reference(job, folder, names):
     """Runs cases of a job on two workers and two servers, and in one process; returns the logs."""
     args = [folder, ",".join(names)]
-    with running_reference(job, *args, seconds=seconds):
-        done = run_in_processes(job, workers=2, ps=2, timeout=timeout, env=ENVIRONMENT, args=args)
+    with running_reference(job, *args, seconds=300):
+        done = run_in_processes(job, workers=2, ps=2, timeout=900, env=ENVIRONMENT, args=args)
     return done.logs

@@ -24,6 +24,8 @@ from tests.parameter_server.waiting import wait_for
 from tests.results import load
 from tests.selection import cases
 
+pytestmark = pytest.mark.timeout(1500)
+
 JOB = pathlib.Path(__file__).with_name("cache_job.py")
 WORKERS = "worker-0", "worker-1"
 
@@ -33,7 +35,7 @@ def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("cache"), cases(request)
     names = [name for name in CASES if name in wanted]
-    return folder, run_beside_reference(JOB, folder, names, seconds=300, timeout=500)
+    return folder, run_beside_reference(JOB, folder, names)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,8 @@ from tests.hybrid.reference import run_beside_reference
 from tests.results import load
 from tests.selection import cases
 
+pytestmark = pytest.mark.timeout(1500)
+
 JOB = pathlib.Path(__file__).with_name("prefetch_job.py")
 INT, LONG = tf.int32, tf.int64
 
@@ -26,7 +28,7 @@ INT, LONG = tf.int32, tf.int64
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the workers."""
     folder = tmp_path_factory.mktemp("prefetch")
-    return folder, run_beside_reference(JOB, folder, cases(request), seconds=100, timeout=560)
+    return folder, run_beside_reference(JOB, folder, cases(request))
 
 
 @pytest.mark.parametrize("case", CASES)

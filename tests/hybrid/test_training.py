@@ -10,6 +10,8 @@ from tests.hybrid.training_job import CASES
 from tests.results import load
 from tests.selection import cases
 
+pytestmark = pytest.mark.timeout(1500)
+
 JOB = pathlib.Path(__file__).with_name("training_job.py")
 NOT_ACCUMULATED = [name for name in CASES if name != "accumulated"]
 
@@ -19,7 +21,7 @@ def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("hybrid"), cases(request)
     names = [name for name in CASES if name in wanted]
-    return folder, run_beside_reference(JOB, folder, names, seconds=60, timeout=560)
+    return folder, run_beside_reference(JOB, folder, names)
 
 
 def results(job, case, worker):
