@@ -16,7 +16,7 @@ from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functio
 from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.callbacks import PublishTables
 from keras_psplus.core.base.metric_state import accumulates
-from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.data import epochs, iterator_release
@@ -249,7 +249,7 @@ class AllReduceEngine(DistributedEngine):
             return call.proceed()
         grads, trained = call.get("grads"), call.get("trainable_variables")
         is_plain = self._can_compress(optimizer)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         accumulates = bool(inner.gradient_accumulation_steps)
         owner = optimizer if is_plain else None
         grads, whole = step.tape.take(list(grads), owner, wants_parts=accumulates)

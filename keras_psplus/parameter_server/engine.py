@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base import duplicate_rows
-from keras_psplus.core.base.optimizers import variables_of_apply
+from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release, unknown_length
@@ -253,7 +253,7 @@ class ParameterServerEngine(DistributedEngine):
             updating = self._context.updating
             if variables is not None and updating.take(optimizer, list(grads), variables):
                 return None
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         known = inner._trainable_variables if trainable_variables is None else trainable_variables
         if step is not None and len(grads):
             return step.hand_over(optimizer, list(grads), list(known))

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.core.base.metric_state import accumulates
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.placement import shard_sizes
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
@@ -92,9 +93,7 @@ def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Mode
 
 def warn_of_whole_tensors(model: keras.Model) -> None:
     """Warns once of an optimizer that needs whole tensors of a sharded variable."""
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    name = type(optimizer).__name__
+    name = type(unwrapped(getattr(model, "optimizer", None))).__name__
     is_cut = any(isinstance(v._value, ShardedVariable) for v in model.trainable_variables)
     if name in _NEED_WHOLE_TENSORS and is_cut:
         warn_once(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core.base.optimizers import averaged_with_weights, variables_of_apply
+from keras_psplus.core.base.optimizers import (
+    averaged_with_weights,
+    unwrapped,
+    variables_of_apply,
+)
 
 if TYPE_CHECKING:
     import keras
@@ -37,12 +41,11 @@ def apply(
     if variables is None:
         return original(optimizer, grads, trainable_variables)
     updating.prepare(optimizer, optimizer._trainable_variables)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     return updating.apply(
         step,
         optimizer,
         grads,
         variables,
         lambda g, v: original(optimizer, g, v),
-        averaged_with_weights(inner, updating.policy, variables),
+        averaged_with_weights(unwrapped(optimizer), updating.policy, variables),
     )

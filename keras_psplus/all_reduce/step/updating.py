@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.updates.accumulation import forms_of
 from keras_psplus.updates.base import Context
@@ -65,11 +66,11 @@ class MirroredUpdates:
         key = tuple(id(v) for g, v in zip(grads, variables) if g is not None)
         if key not in units:
             name = str(len(units))
-            sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
+            sums = functools.partial(self._sums, weakref.ref(unwrapped(optimizer)))
             parts = self._parts(optimizer, grads, variables)
             group_sums = None
             if self._strategy().extended.levels is not None:
-                group_sums = functools.partial(self._group_sums, weakref.ref(_owner(optimizer)))
+                group_sums = functools.partial(self._group_sums, weakref.ref(unwrapped(optimizer)))
             context = Context(
                 states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
             )
@@ -107,7 +108,7 @@ class MirroredUpdates:
             optimizer: The optimizer.
         """
         state = self._state_of(optimizer)
-        if optimizer is not _owner(optimizer):
+        if optimizer is not unwrapped(optimizer):
             # The model may have been compiled again, with another loss scale.
             state.optimizer = weakref.ref(optimizer)
         number = len(state.units[0])
@@ -181,7 +182,7 @@ class MirroredUpdates:
         return reducers.sum(tensors, variables, turn, owner(), "group")
 
     def _state_of(self, optimizer: keras.optimizers.Optimizer) -> _OptimizerState:
-        owner = _owner(optimizer)
+        owner = unwrapped(optimizer)
         if owner not in self._of_owner:
             states = self._strategy().extended.worker_state.states_of(owner)
             self._of_owner[owner] = _OptimizerState(owner, [s.within("updates") for s in states])
@@ -198,8 +199,3 @@ class _OptimizerState:
         self.finish: tuple[Any, Any] = None, None
         # What `on_build` has returned.
         self.parts: Any = None
-
-
-def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    # A loss scale is none of its business.
-    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.closure_totals import are_same
@@ -216,8 +217,7 @@ def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
     """Variables, or shards, that the optimizers of a step may write to."""
     found = {}
     for optimizer, _, variables in added:
-        inner = getattr(optimizer, "inner_optimizer", None)
-        of_optimizers = [*optimizer.variables, *(inner.variables if inner else ())]
+        of_optimizers = [*optimizer.variables, *unwrapped(optimizer).variables]
         for variable in [*variables, *of_optimizers]:
             for part in parts_of(variable._value):
                 if "/job:ps" in part.device:

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph.stand_ins import Gradient
@@ -93,7 +94,7 @@ class SyncFunctions:
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> HandedOver:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         prefix = self._context.extended.worker_states.prefix
         values = [variable._value for variable in variables]
@@ -199,7 +200,7 @@ def _gradient(like: Gradient | None, leaves: Sequence[tf.Tensor]) -> Gradient | 
 
 def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer computes with a gradient before it updates the variable's shards."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     return bool(
         inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
     )

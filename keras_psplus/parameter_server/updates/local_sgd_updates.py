@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.tracing import local_copies
@@ -79,8 +79,7 @@ class LocalSGDUpdates(WorkerUpdates):
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> bool:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for variable in [*variables, inner._iterations]:
+        for variable in [*variables, unwrapped(optimizer)._iterations]:
             if local_copies.handle_of(parts_of(variable._value)[0]) is None:
                 raise ValueError(
                     "With `updates=LocalSGD(...)` under parameter servers, an optimizer has to be "

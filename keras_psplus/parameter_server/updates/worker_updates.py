@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
@@ -123,7 +124,7 @@ class WorkerUpdates:
         `apply` makes the update of the mean gradients and the variables. Batches count by their
         rows with `is_by_rows`; otherwise all count alike.
         """
-        units = self._units.setdefault(_owner(optimizer), {})
+        units = self._units.setdefault(unwrapped(optimizer), {})
         # An optimizer may be given one part of its variables now and another then.
         key = tuple(id(v) for g, v in zip(gradients, variables) if g is not None)
         if key not in units:
@@ -140,7 +141,7 @@ class WorkerUpdates:
 
     def _begin(self, optimizer: keras.optimizers.Optimizer, unit: _Unit) -> Any:
         states = self._context().extended.worker_states
-        state = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
+        state = WorkerVariables(states, f"{states.owner(unwrapped(optimizer))}/updates")
         context = Context(state, unit.name, unit.forms, unit.variables)
         accumulation = unit.policy.on_replica(context)
         state.begin()
@@ -171,7 +172,7 @@ class WorkerUpdates:
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it has, if there may be anything."""
-        owner, context = _owner(optimizer), self._context()
+        owner, context = unwrapped(optimizer), self._context()
         context.scheduler.join()
         count, finish = self._finisher(owner)
         is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
@@ -277,10 +278,6 @@ def _apply(
     scale = _scale_of(optimizer)
     with applying_flag.raised():
         optimizer.apply([_times(mean, scale) for mean in means], variables)
-
-
-def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
