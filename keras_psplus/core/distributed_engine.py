@@ -73,7 +73,8 @@ class DistributedEngine(StrategyEngine):
         bound = inspect.signature(call.original).bind(model, *call.args, **call.kwargs)
         arguments = bound.arguments
         checks.check_compile_arguments(
-            self.strategy, model, arguments, self.can_run_eagerly, self.can_compile
+            *(self.strategy, model, arguments),
+            *(self.can_run_eagerly, self.can_compile, self.jit_blocks),
         )
         jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called

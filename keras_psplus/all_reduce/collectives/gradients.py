@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 _MOST_PIECES = 8
-# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
-_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -48,15 +46,35 @@ def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> 
         return tf.identity(tensor)
 
 
-def behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
-    """Context of a bucket's operations, which wait until few buckets are under way.
+class HopOrder:
+    """Limits the number of concurrent sends along one hop, of a ring or a topology.
 
-    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
+    Sends wait for earlier ones, so that what is sent first arrives first. Gradients are ready long
+    before a slow link has sent them: else their copies would all be in memory. All replicas of a
+    hop have to send in the same order.
 
     Args:
-        done: A tensor of each bucket before that one, which is there when the bucket has come.
+        at_once: Maximum number of concurrent sends.
     """
-    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._arrived: list[list[tf.Tensor]] = []
+
+    def _before(self) -> list[tf.Tensor]:
+        return self._arrived[-self._at_once] if len(self._arrived) >= self._at_once else []
+
+    def wait(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns `tensors`, made to wait for earlier sends on the hop."""
+        return [after(self._before(), tensor) for tensor in tensors]
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        """Context of operations that wait for earlier sends on the hop."""
+        return tf.control_dependencies(self._before())
+
+    def end(self, tensors: list[tf.Tensor]) -> None:
+        """Marks the last send as complete; `tensors` are its results."""
+        self._arrived.append(tensors)
 
 
 def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:

@@ -6,6 +6,7 @@ makes gradients ready, so that the first bucket travels while the rest is comput
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
 """
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,8 @@ from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
+# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
+_UNDER_WAY = 2
 
 
 class CompressedSum:
@@ -99,7 +102,7 @@ class CompressedSum:
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent, done = list[tf.Tensor](), list[tf.Tensor]()
+        sent, order = list[tf.Tensor](), gradients.HopOrder(_UNDER_WAY)
         # Of forms: a route is chosen without the gradient.
         forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
         alone = {i: route_choice.route(*forms[i], i) for i in dense}
@@ -118,9 +121,10 @@ class CompressedSum:
             # Processors that encode this one before the last is on its way leave the link idle.
             bucket = bucket._replace(tensors=[gradients.after(sent, t) for t in bucket.tensors])
             options = {"most_rows": most_rows} if route == "factors" else {}
-            with gradients.behind(done if route == "sum" else []):
+            with order.waiting() if route == "sum" else contextlib.nullcontext():
                 totals, counted, *own = getattr(self, f"_{route}")(bucket, step, **options)
-            sent, done = own or sent, [*done, totals[-1]]
+            sent = own or sent
+            order.end([totals[-1]])
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):

@@ -19,7 +19,7 @@ Groups of different sizes (`_by_leaders`):
     2. The groups' leaders sum these sums, between groups.
     3. Each leader broadcasts the result, inside.
 
-While one bucket is between groups, the next is inside: `hop_turns.HopOrder` orders the sends.
+While one bucket is between groups, the next is inside: `HopOrder` orders the sends.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.gradients import HopOrder
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
-from keras_psplus.all_reduce.topology.hop_turns import HopOrder
+from keras_psplus.all_reduce.topology import group_routes, shards
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
@@ -47,6 +47,10 @@ from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
+# Buckets that are on a hop at once. All of them at once would share its link and arrive together:
+# none would be between groups while others are summed inside, nor be handed on while others are
+# between groups.
+_INSIDE, _BETWEEN = 1, 2
 
 
 class _Piece(NamedTuple):
@@ -145,7 +149,7 @@ class TwoLevelSum:
         # From the last layer back, as backprop makes them ready.
         parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
         results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
-        inside, between = HopOrder(hop_turns.INSIDE), HopOrder(hop_turns.BETWEEN)
+        inside, between = HopOrder(_INSIDE), HopOrder(_BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
             lambda part: (
