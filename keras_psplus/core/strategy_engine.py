@@ -160,9 +160,6 @@ class StrategyEngine(Engine):
     def data_position(self, iterator: Any) -> Any:
         """Position in the data to save, beside the numbers of batches and epochs.
 
-        Args:
-            iterator: Keras's epoch iterator.
-
         Returns:
             What can be turned into JSON.
         """
@@ -172,7 +169,6 @@ class StrategyEngine(Engine):
         """Brings an epoch iterator, which has begun to iterate, to where training goes on.
 
         Args:
-            iterator: Keras's epoch iterator.
             epochs: How many epochs come before.
             batches: How many batches of the present epoch do.
             position: What `data_position` has returned there.

@@ -13,7 +13,6 @@ def contiguous_parts(
     """Partition that minimizes the cost of its most expensive part.
 
     Args:
-        count: Number of elements.
         parts: Number of parts, none of which is empty; at most `count`.
         cost: Function of the number of a part, its first element and one past its last.
 

@@ -38,7 +38,6 @@ class PartExchange:
         route: Way of rows between the workers that share.
         bucket_bytes: Size in bytes at which a bucket is sent.
         compressors: Of gradients, and of the new values' changes; or None.
-        states: `ReplicaStates` of the compressors.
         between: Hop between the workers of several groups that have the same parts, where gradients
             are compressed then; None if one group has all workers.
     """
@@ -74,8 +73,6 @@ class PartExchange:
 
         Args:
             tensors: Gradients of static shapes.
-            variables: Their Keras variables.
-            cuts: Their layouts.
             numbers: Numbers of the variables, the same in each step.
             step: int64 scalar, the same on all workers.
         """
@@ -108,7 +105,6 @@ class PartExchange:
         """Gives mirrored variables what the workers have made of their parts.
 
         Args:
-            parts: This worker's parts.
             numbers: Numbers of their variables, the same in each step.
             step: int64 scalar, the same on all workers.
         """

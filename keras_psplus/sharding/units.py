@@ -50,7 +50,6 @@ class UnitCall:
 
     Args:
         weights: The unit's `WeightShare`s, each once.
-        inputs: Tensors that it is called with.
         number: Number of the call in its step.
     """
 
@@ -184,7 +183,6 @@ class Units:
         Args:
             weights: Its weights, each once.
             proceed: Function that makes the call.
-            of_layer: Call of the layer.
         """
         calls = self._calls.setdefault(current_step(), [])
         given = tree.flatten((of_layer.args, of_layer.kwargs))

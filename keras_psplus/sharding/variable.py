@@ -35,10 +35,7 @@ class ShareVariable(CompositeVariable):
     and it is known whether they can be cut.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         shape: Static shape of the whole.
-        dtype: Its `tf.DType`.
-        name: Its name.
         find_place: Function without arguments that returns its `places.Place`.
         initial: Function of that place and the shape of the part; returns the part's first value.
         trainable: Whether tapes watch it.
@@ -233,7 +230,6 @@ class TensorVariable(CompositeVariable):
     """A tensor that an update changes as a variable, without memory.
 
     Args:
-        value: Its first value.
         mirrored: The variable of TensorFlow's that it stands for.
     """
 
@@ -275,9 +271,7 @@ class ParameterPart(TensorVariable):
     """This worker's part of a mirrored variable in an update.
 
     Args:
-        variable: Keras variable of the model.
         place: Its `places.Place`, which is cut.
-        rank: Rank of this worker.
     """
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:

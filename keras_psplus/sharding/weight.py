@@ -25,7 +25,6 @@ class PartOfWeight(ShareVariable):
     In a step, its graph reads the whole of it, or layers compute with parts.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         place: `places.Place` of its parts.
         variable: The Keras variable whose value this is.
     """
@@ -69,7 +68,6 @@ class WeightShare(PartOfWeight):
     """A weight of which each worker keeps a part, gathered for a step's units.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         read: Function of a weight that returns the whole of it, in the graph of a step.
         note_write: Function of a weight that such a graph is about to change.
         variable: The Keras variable whose value this is.
@@ -108,7 +106,6 @@ class WholeWeight(TensorVariable):
     """The whole value of a weight in shares, in an update.
 
     Args:
-        weight: The `WeightShare`.
         value: Its value, gathered.
     """
 

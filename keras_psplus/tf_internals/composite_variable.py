@@ -16,11 +16,8 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
     `assign` and `sparse_read`.
 
     Args:
-        trainable: Whether it is trained.
         shape: Its whole shape.
-        dtype: Its type.
         unique_id: Of all variables.
-        name: Its name.
     """
 
     def __init__(

@@ -84,9 +84,6 @@ def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
         tensor: Tensor of static shape.
         size: Bytes that each piece is to have at least.
         multiple: Number that their length is a multiple of.
-
-    Returns:
-        List of vectors.
     """
     elements = tensor.shape.num_elements()
     count = min(max(1, int(elements * tensor.dtype.size // size)), _MOST_PIECES)
@@ -103,7 +100,6 @@ def buckets(
     """Groups items of one key, closing a bucket once it is full.
 
     Args:
-        items: List of items.
         key: Function of an item: only items with equal keys share a bucket.
         size: Function of an item: its size in bytes.
         bucket_bytes: Size at which a bucket is full.

@@ -96,10 +96,6 @@ def _batch_size(dataset: tf.data.Dataset) -> int | None:
 def differences(all_facts: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     """Describes differences between the workers' data.
 
-    Args:
-        all_facts: List of the workers' dicts of facts.
-        names: List of the workers' names.
-
     Returns:
         Text such as `"worker-0: rows=40; worker-1, worker-2: rows=75"`, empty if nothing does.
     """
@@ -122,9 +118,6 @@ def check_batch_sizes(
 
     Args:
         kinds: List of the workers' kinds of data.
-        all_facts: List of the workers' dicts of facts.
-        names: List of the workers' names.
-        task: `TaskConfig` of this process.
 
     Raises:
         ValueError: If batch sizes differ. It is raised on every worker.
@@ -150,7 +143,6 @@ def check_same_in_rows(
     Args:
         ranks: Ranks of the workers among those that divide batches.
         data: List of the workers' kinds of data and dicts of facts.
-        names: List of the workers' names.
 
     Raises:
         ValueError: If the data of two such workers differ. It is raised on every worker.

@@ -14,7 +14,6 @@ def on_devices(
     """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device.
 
     Args:
-        strategy: The strategy.
         dataset: `tf.data.Dataset` of `Shards`, of as many elements on all workers.
     """
 

@@ -57,7 +57,6 @@ class Silence:
         """Notes who did not answer.
 
         Args:
-            silent: Names.
             asked: When they were asked.
             now: What time it is.
 
@@ -82,7 +81,6 @@ class HeartbeatWatch:
     tells the others, who may not ask that one.
 
     Args:
-        task: `TaskConfig` of this process.
         timeout: Seconds without an answer after which a worker counts as dead.
     """
 

@@ -57,7 +57,6 @@ class StepClock:
         """Starts to measure.
 
         Args:
-            task: `TaskConfig` of this process.
             progress: Progress of this process, whose `times` are this clock's.
             meets: Function without arguments that returns the seconds in collectives up to now.
         """
@@ -133,7 +132,6 @@ class StepClock:
 
         Args:
             moment: `ARRIVED` or `DONE`.
-            tensors: List of tensors.
         """
         # Others than `fit` and `evaluate` also take steps, and do not say when they call them.
         if not self.measures or not self._is_called:

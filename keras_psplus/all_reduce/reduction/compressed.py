@@ -37,9 +37,6 @@ class CompressedSum:
     """Sums the gradients of one optimizer on one replica.
 
     Args:
-        launcher: `operations.Launcher` of the replica.
-        rank: The replica's rank.
-        replicas: Number of replicas.
         compressor: `Compressor`, with error feedback where it is wanted, or None.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.

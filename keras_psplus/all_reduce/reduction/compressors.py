@@ -33,7 +33,6 @@ def check_rows(compressor: compression.Compressor, gathers: bool = False) -> com
     """Returns a compressor that can encode the rows that workers exchange with `shard`.
 
     Args:
-        compressor: `Compressor`.
         gathers: Whether they are of values that layers compute with.
 
     Raises:

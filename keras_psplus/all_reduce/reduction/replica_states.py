@@ -19,9 +19,6 @@ class ReplicaStates:
     They are made when they are first asked for, which may be inside a `tf.function` or a branch.
     Values that were loaded before are given to them then.
 
-    Args:
-        device: Device of the replica.
-
     Attributes:
         variables: Dict from names to variables, also those of `within`.
         waiting: Values of variables that are not made yet.
@@ -69,9 +66,6 @@ class ReplicaStates:
             name: A name that is not given twice.
             shape: Its shape; the number of rows may be None, and is 0 at first.
             dtype: Its dtype.
-
-        Returns:
-            The variable.
         """
         with ops.init_scope(), ops.device(self._device):
             zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)

@@ -32,7 +32,6 @@ class Accumulators:
     """The accumulated gradients of all optimizers of a strategy.
 
     Args:
-        strategy: The strategy.
         sum_all: Function of tensors and their Keras variables that sums over the replicas, in
             replica context.
     """

@@ -31,11 +31,6 @@ def apply(
 
     Args:
         updating: `all_reduce.step.updating.MirroredUpdates`.
-        step: The replica's `MirroredReplicaStep`.
-        original: Keras's `apply`.
-        optimizer: The optimizer.
-        grads: List of tensors, `tf.IndexedSlices` or None.
-        trainable_variables: Their Keras variables, or None for the optimizer's.
     """
     variables = variables_of_apply(optimizer, updating.policy, grads, trainable_variables)
     if variables is None:

@@ -31,7 +31,6 @@ def make_function(
     """A train or test function that takes steps on all replicas.
 
     Args:
-        progress: Progress of this process.
         world: Position of its replicas among all replicas.
         call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
@@ -61,7 +60,6 @@ def in_progress(
     """A train or test function that notes its steps.
 
     Args:
-        progress: Progress of this process.
         call: The call of a model's `_make_function`.
         function: Function of an iterator.
     """

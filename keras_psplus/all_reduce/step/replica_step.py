@@ -36,7 +36,6 @@ class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
 
     Args:
-        engine: The strategy's engine, a `SummingEngine`.
         extended: `MultiWorkerMirroredExtended` whose replica this is.
         batch: `Batch` that the function gets, or None if its fraction is not known.
 

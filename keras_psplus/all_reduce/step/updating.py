@@ -25,12 +25,7 @@ _Owner: TypeAlias = Callable[[], Any]
 
 
 class MirroredUpdates:
-    """Takes the gradients of all optimizers, and has them applied when it is time.
-
-    Args:
-        policy: `keras_psplus.updates.Updates`.
-        strategy: The strategy.
-    """
+    """Takes the gradients of all optimizers, and has them applied when it is time."""
 
     def __init__(self, policy: Updates, strategy: tf.distribute.Strategy) -> None:
         self.policy = policy
@@ -51,10 +46,6 @@ class MirroredUpdates:
         """Takes the gradients of one batch, in replica context, after `prepare`.
 
         Args:
-            step: The replica's `MirroredReplicaStep`.
-            optimizer: The optimizer that they are given to.
-            grads: List of tensors, `tf.IndexedSlices` or None.
-            variables: Their Keras variables.
             apply: Function of gradients and variables that has Keras sum and apply them.
             averaged: Variables of the optimizer's that are averaged with the weights.
         """
@@ -83,7 +74,6 @@ class MirroredUpdates:
         """Has the rule divide an optimizer's variables, before the first step.
 
         Args:
-            optimizer: The optimizer.
             variables: All Keras variables that it will be given.
         """
         if not self.policy.local or self._state_of(optimizer).parts is not None:
@@ -102,11 +92,7 @@ class MirroredUpdates:
         self._strategy().extended.worker_state.claim(state.owner())
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Has everything applied that is still to be; on all workers.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Has everything applied that is still to be; on all workers."""
         state = self._state_of(optimizer)
         if optimizer is not unwrapped(optimizer):
             # The model may have been compiled again, with another loss scale.

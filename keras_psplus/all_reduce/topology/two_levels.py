@@ -73,9 +73,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         tensors: The gradients.
-        variables: Their variables.
         compressed: Whether they are compressed inside the group.
-        step: Number of the step.
         inside, between: The turns on both hops.
     """
 
@@ -95,12 +93,9 @@ class TwoLevelSum:
 
     Args:
         launcher: `operations.Launcher` of the replica among all of them.
-        rank: The replica's rank.
-        replicas: Number of replicas.
         hops: `Hops`, the compressors.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
-        levels: `Levels` of the replica.
     """
 
     def __init__(

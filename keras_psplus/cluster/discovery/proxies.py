@@ -28,7 +28,6 @@ def bypass(task: TaskConfig, environ: MutableMapping[str, str] | None = None) ->
     Other libraries read `no_proxy`, which stays as it is.
 
     Args:
-        task: `TaskConfig` of this process.
         environ: The environment; `os.environ` by default.
 
     Example:

@@ -48,7 +48,6 @@ class TrainingState:
         """The present one.
 
         Args:
-            model: The model.
             callbacks: The callbacks of its `fit`.
             position: Dict that says where in the data it is.
             has_value: Function of a variable that tells whether its value belongs to the state.
@@ -120,8 +119,6 @@ def check_model(
     """Sees that a state is one of a model, whose optimizers have been built.
 
     Args:
-        model: The model.
-        facts: Facts of the state.
         folder: Where it lies.
         with_optimizers: Whether optimizers have to be the same.
 
@@ -147,7 +144,6 @@ def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
 
     Args:
         model: The model, whose optimizers have been built.
-        facts: Facts of the state.
 
     Returns:
         Pair of what the model and the state have, or None if they are the same.

@@ -37,12 +37,9 @@ def check_compile_arguments(
     """Checks the arguments of `compile()`.
 
     Args:
-        strategy: The model's strategy.
-        model: The model.
         arguments: Those that `compile` was given, by name.
         can_run_eagerly: Whether the strategy's steps can run eagerly.
         can_compile: Whether XLA can compile parts of them.
-        jit_blocks: The strategy's argument, or None.
 
     Raises:
         ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or

@@ -21,9 +21,6 @@ _CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
 def summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """A gradient in which no row comes twice.
 
-    Args:
-        slices: `tf.IndexedSlices`.
-
     Returns:
         `tf.IndexedSlices` with the sums, in the order in which the rows came first.
     """
@@ -63,7 +60,6 @@ def summed_for(
 
     Args:
         optimizer: Keras optimizer, or anything else, for which nothing is known.
-        gradient: Tensor, `tf.IndexedSlices` or None.
     """
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype not in _DTYPES:
         return gradient

@@ -9,8 +9,6 @@ def describe(strategy: object, task: TaskConfig | None, **options: Any) -> str:
     """Returns the text that `repr` of a strategy shows.
 
     Args:
-        strategy: The strategy.
-        task: `TaskConfig` of this process, or None if it has none.
         **options: Arguments of its constructor; those that are None, False or 0 are left out.
 
     Example:

@@ -67,7 +67,6 @@ def note_gradients(
     Args:
         call: The call of the tape.
         grads: What the tape has returned, scaled by the batch fraction.
-        step: The replica's step.
         note: Function of gradients and their variables that returns what stands for them.
     """
     target, sources = call.get("target"), call.get("sources")

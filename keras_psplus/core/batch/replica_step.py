@@ -45,7 +45,6 @@ class ReplicaStep:
         engine: `keras_psplus.engine.Engine` of the strategy that takes the step.
 
     Attributes:
-        engine: The same.
         can_sum: Whether replicas can ask each other during the step.
         metric_losses: `MetricLosses` of the step.
         compiled_calls: `CompiledCalls` if XLA is to compile calls of models, else None.

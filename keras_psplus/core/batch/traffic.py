@@ -20,7 +20,6 @@ class TensorTraffic(NamedTuple):
     """Bytes of one variable's gradient at one step: Python numbers, or scalars of the graph.
 
     Attributes:
-        path: The variable's path.
         compressor: Description of the compressor, or None.
         logical: Bytes of the gradient.
         compressed: Bytes of the payload.
@@ -55,7 +54,6 @@ class TrafficVariables:
         """Adds the entries of one step, in the graph.
 
         Args:
-            entries: The entries.
             replica: Number of the local replica that counts: branches of one do not wait for those
                 of another.
         """

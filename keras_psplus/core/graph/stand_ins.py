@@ -26,11 +26,9 @@ class TapeCall:
 
     Args:
         grads: List of tensors, `tf.IndexedSlices` or None.
-        variables: Their variables.
 
     Attributes:
         parts: List of the gradients, without None.
-        variables: Their variables.
         given: List like `grads`, of stand-ins; in eager mode, of copies.
         is_open: Whether the stand-ins are still in the place of the parts.
     """

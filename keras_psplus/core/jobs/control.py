@@ -176,10 +176,6 @@ class ControlPlane:
     def post(self, name: str, text: str) -> bool:
         """Posts a text that is no step of the sequence, once in a job.
 
-        Args:
-            name: Name of the text.
-            text: The text.
-
         Returns:
             False if a text of that name is there already.
         """
@@ -190,19 +186,13 @@ class ControlPlane:
         return True
 
     def listen(self, name: str) -> str:
-        """Waits for a text that another worker posts, without end: for a separate thread.
-
-        Args:
-            name: Name of the text.
-        """
+        """Waits for a text that another worker posts, without end: for a separate thread."""
         return listen(_posted_key(name))
 
     def wait_for(self, name: str, whom: str, kind: str) -> str:
         """Waits for a text that another worker posts, as `exchange` waits.
 
         Args:
-            name: Name of the text.
-            whom: The worker.
             kind: What this one is doing.
         """
         return self._wait(_posted_key(name), whom, kind)
@@ -211,7 +201,6 @@ class ControlPlane:
         """Ends the steps of all workers, as one has stopped.
 
         Args:
-            stop: `Stop` of that worker.
             at: Where this one is, for people.
         """
         # TensorFlow cuts what it passes on.

@@ -17,11 +17,7 @@ _LEAST_LOST_SECONDS = 1.0
 
 
 class EpochTimes:
-    """Step times of the present epoch: of this process, or of a chief's workers.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Step times of the present epoch: of this process, or of a chief's workers."""
 
     def __init__(self, strategy: tf.distribute.Strategy | None) -> None:
         self._progress = getattr(strategy, "progress", None)
@@ -51,7 +47,6 @@ def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
 
     Args:
         packed: What `EpochTimes.packed` has returned on each worker.
-        epoch: The epoch's number, from 1.
         is_chief: Whether this process writes logs.
     """
     if not is_chief:

@@ -59,7 +59,6 @@ def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
     """Traces a function of a batch, which makes variables, without running it.
 
     Args:
-        run: The function.
         batch_spec: Type specification of the batch.
     """
 
@@ -91,7 +90,6 @@ class Builder:
         """Makes the variables that a step of a model needs.
 
         Args:
-            model: The model.
             step_name: `"train_step"` or `"test_step"`.
             batch: The batch, or its type specification.
         """

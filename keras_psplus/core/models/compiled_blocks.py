@@ -71,9 +71,6 @@ class CompiledBlocks:
     def parts_of(self, function: keras.Function) -> dict[int, int]:
         """Cuts the graph of a functional model.
 
-        Args:
-            function: The model.
-
         Returns:
             Dict from ids of the graph's nodes to numbers of parts, which increase along the graph.
         """

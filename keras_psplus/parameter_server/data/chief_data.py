@@ -37,7 +37,6 @@ def on_workers(
     """Makes a dataset that the workers read; None if the chief reads the data.
 
     Args:
-        adapter: Keras's data adapter.
         in_order: Whether results are wanted in the order of the data.
         of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
             script gave a function that makes them; the adapter has all of them then. Else None.

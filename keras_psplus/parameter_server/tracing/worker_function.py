@@ -107,7 +107,6 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     """A small variable of the chief that worker functions get a copy of.
 
     Args:
-        variable: The chief's variable.
         kind: `"total"`, a metric's state; `"seed"`, that of a seed generator, `(seed, counter)`; or
             `"state"`, of a layer that changes it in each step, such as BatchNormalization.
     """

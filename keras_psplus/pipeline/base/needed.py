@@ -16,9 +16,6 @@ def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
     Args:
         graph: Graph of a function that is being traced.
         results: Structure of what the function returns.
-
-    Returns:
-        Set of operations.
     """
     waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
     for op in graph.get_operations():

@@ -30,9 +30,6 @@ def call(
     function's own device, by its own tape.
 
     Args:
-        device: Name of the device.
-        function: Function that is called.
-        args: Its arguments.
         kwargs: Its keyword arguments.
         forward: Context in which the function is called. It has a method `ends_with` for the
             tensors that are computed last, and for those that other stages may need.

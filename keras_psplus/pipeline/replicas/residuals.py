@@ -28,11 +28,7 @@ class _Residual(NamedTuple):
 
 
 class Residuals(WorkerState):
-    """States of compressors: TensorFlow variables on the devices that send.
-
-    Args:
-        strategy: `PipelineStrategy`.
-    """
+    """States of compressors: TensorFlow variables on the devices that send."""
 
     kind = "pipeline"
     lost_errors = OF_TASKS
@@ -52,8 +48,6 @@ class Residuals(WorkerState):
         """State for a pipeline's gradient of a weight, created if there is none.
 
         Args:
-            copied: The weight.
-            pipeline: Number of the pipeline.
             device: Name of the device that sends.
             first: Function without arguments that makes the first state.
 

@@ -142,9 +142,6 @@ def with_neighbours(known: Sequence[int | None]) -> list[int]:
 
     Args:
         known: List of the layers' stages in the order of the calls; None where it is not known.
-
-    Returns:
-        List of ints.
     """
     stage = next((one for one in known if one is not None), 0)
     found = []

@@ -49,7 +49,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
         layer: Keras layer, built.
         call: With what it is called.
         rows: Rows of the batch.
-        device: Name of the device.
 
     Raises:
         CannotBeTimed: If the layer has other state than Keras variables, or effects.

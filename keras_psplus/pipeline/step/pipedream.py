@@ -96,9 +96,6 @@ class PipeDreamFunction:
     """Train function of `fit`, which starts a step and finishes the one before the last.
 
     Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
-        model: Keras model.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 

@@ -17,7 +17,6 @@ class WeightVersions:
     versions of dense weights in memory, not three.
 
     Args:
-        strategy: Their `PipelineStrategy`.
         variables: Keras variables that have values.
     """
 

@@ -33,7 +33,6 @@ class Encoded(NamedTuple):
     """Tensors that are sent in fewer bytes.
 
     Attributes:
-        tensors: List of tensors.
         payload: List of what is sent in their place.
         compressor: What has encoded them.
         path: Path of the variable whose gradient they are, or None.
@@ -50,8 +49,6 @@ class PipelineTraffic:
 
     Args:
         host: Name of the chief's device.
-        stages: `Stages` of the strategy.
-        copies: `Copies` of the strategy.
     """
 
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
