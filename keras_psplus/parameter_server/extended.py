@@ -60,7 +60,12 @@ def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
 
 
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
-    """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
+    """Additional APIs of `keras_psplus.ParameterServerStrategy`.
+
+    Attributes:
+        worker_states: State of compressors and `updates` on the workers.
+        pushes: Sender of gradients to the parameter servers.
+    """
 
     def __init__(
         self,
@@ -75,10 +80,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         partitioner = None if self._cuts_evenly else variable_partitioner
         super().__init__(strategy, cluster_resolver, partitioner)
         self._creating: ThreadValue[tuple[str, str | None, Any]] = ThreadValue()
-        self._placement = Placement(ps_weights, cuts_finely)
-        self._compressors = compressors
-        self._worker_states = WorkerStates(self._num_workers)
-        self._pushes = Pushes(compressors, self._worker_states)
+        self.placement = Placement(ps_weights, cuts_finely)
+        self.compressors = compressors
+        self.worker_states = WorkerStates(self._num_workers)
+        self.pushes = Pushes(compressors, self.worker_states)
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
 
@@ -96,31 +101,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         found = [tf.DeviceSpec.from_string(name) for name in cpus]
         workers = sorted(spec.task for spec in found if spec.job == "worker")
         self._num_gpus_per_worker = gpus_per_worker(gpus, workers)
-
-    @property
-    def bytes_on_ps(self) -> list[int]:
-        """Bytes of variables on each parameter server, in order."""
-        return self._placement.bytes_on_ps
-
-    @property
-    def placement(self) -> Placement:
-        """Placement of variables on parameter servers."""
-        return self._placement
-
-    @property
-    def compressors(self) -> Compressors:
-        """The compressors of gradients and values."""
-        return self._compressors
-
-    @property
-    def worker_states(self) -> WorkerStates:
-        """State of compressors on the workers."""
-        return self._worker_states
-
-    @property
-    def pushes(self) -> Pushes:
-        """Sender of gradients to the parameter servers."""
-        return self._pushes
 
     def has_made(self, variable: tf.Variable) -> bool:
         """Whether a variable is one of this strategy's."""
@@ -203,7 +183,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             return None
         is_trained = kwargs.get("trainable") is not False
         if self._cuts_evenly:
-            return self._placement.cut(shape, dtype, is_trained)
+            return self.placement.cut(shape, dtype, is_trained)
         if is_of_checkpoint or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
             return None
         # TensorFlow would send it whole.
@@ -285,12 +265,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # them on another.
         is_trained = kwargs.get("trainable") is not False
         if ps is None:
-            ps = self._placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
+            ps = self.placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
         with ops.colocate_with(None, ignore_existing=True):
             with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
                 variable = next_creator(**kwargs)
         size = variable.shape.num_elements() * variable.dtype.size
-        self._placement.add(ps, size, is_trained)
+        self.placement.add(ps, size, is_trained)
         self._variable_count += 1
         return variable
 

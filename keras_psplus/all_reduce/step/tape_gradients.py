@@ -134,7 +134,7 @@ class TapeGradients:
     def _end_inner(self, graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> None:
         """Settles what the trace of a function, a branch or a loop's body leaves behind."""
         for call in self._calls:
-            if call.is_open and call.is_in(graph) and call.is_used(outputs):
+            if call.is_open and call.graph is graph and call.is_used(outputs):
                 if self._is_in_loop(call):
                     unscale = self._step.unscale_by_batch_fraction
                     call.close([map_values(unscale, part) for part in call.parts])

@@ -35,8 +35,8 @@ class WorkerStates:
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        # A worker may serve one job after another.
-        self._prefix = f"keras_psplus/{uuid.uuid4().hex}"
+        # Of resources' names in this run of the job: a worker may serve one job after another.
+        self.prefix = f"keras_psplus/{uuid.uuid4().hex}"
         self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
             weakref.WeakKeyDictionary()
         )
@@ -48,11 +48,6 @@ class WorkerStates:
         self._ownerless: list[str] = []
         # How often all states have been forgotten.
         self.losses = 0
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the resources' names in this run of the job, which no other has."""
-        return self._prefix
 
     @property
     def has_any(self) -> bool:

@@ -232,26 +232,25 @@ def timing_push(gradients: Any) -> Iterator[None]:
 
 
 class TrafficTotals:
-    """All that came back from workers, added up on the chief."""
+    """All that came back from workers, added up on the chief.
+
+    Attributes:
+        seconds: Seconds for which workers have waited.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: dict[Key, np.ndarray] = {}
-        self._seconds = 0.0
+        self.seconds = 0.0
 
     def add(self, summary: TrafficSummary, counts: np.ndarray) -> CallCosts:
         """Adds what one call has cost, and returns it."""
         costs = summary.of_call(np.asarray(counts))
         with self._lock:
-            self._seconds += costs.seconds
+            self.seconds += costs.seconds
             for key, numbers in costs.traffic:
                 self._bytes[key] = self._bytes.get(key, 0) + numbers
         return costs
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for which workers have waited."""
-        return self._seconds
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`."""
