@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
-from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functions, row_reads
+from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads
 from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.callbacks import PublishTables
 from keras_psplus.core.base.metric_state import accumulates
@@ -271,7 +271,7 @@ class AllReduceEngine(DistributedEngine):
         try:
             if self.updating is None:
                 return call.proceed(grads=grads, trainable_variables=trained)
-            return local_apply.apply(self.updating, step, call.original, optimizer, grads, trained)
+            return self.updating.take(step, optimizer, grads, trained, call.original)
         finally:
             step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
 

@@ -18,7 +18,7 @@ from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.data import data_position
-from keras_psplus.core.jobs import epoch_times, epoch_votes
+from keras_psplus.core.jobs import epoch_times
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
@@ -237,7 +237,7 @@ class StrategyEngine(Engine):
         self.progress.epoch, self.progress.batch = event.get("epoch") + 1, 0
         with self.progress.collecting():
             event.proceed()
-        all_times = epoch_votes.exchange(self.control, event.owner, self._times.packed())
+        all_times = epoch_times.exchange(self.control, event.owner, self._times.packed())
         epoch_times.compare(all_times, event.get("epoch") + 1, self.strategy.is_chief)
 
     # Variables.

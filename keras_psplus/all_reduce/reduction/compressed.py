@@ -19,8 +19,7 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
 from keras_psplus.all_reduce.reduction import factor_sums, route_choice, routes, row_routes
-from keras_psplus.all_reduce.reduction.compressors import check_compressor
-from keras_psplus.all_reduce.reduction.identity import IDENTITY
+from keras_psplus.all_reduce.reduction.compressors import IDENTITY, check_compressor
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct

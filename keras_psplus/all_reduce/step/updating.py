@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import unwrapped
+from keras_psplus.core.base.optimizers import (
+    averaged_with_weights,
+    unwrapped,
+    variables_of_apply,
+)
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.updates.accumulation import forms_of
 from keras_psplus.updates.base import Context
@@ -34,21 +38,20 @@ class MirroredUpdates:
             weakref.WeakKeyDictionary()
         )
 
-    def apply(
+    def take(
         self,
         step: step_module.ReplicaStep,
         optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: list[keras.Variable],
-        apply: Callable[[list[tf.Tensor | tf.IndexedSlices], list[keras.Variable]], Any],
-        averaged: list[keras.Variable],
-    ) -> None:
-        """Takes the gradients of one batch, in replica context, after `prepare`.
-
-        Args:
-            apply: Function of gradients and variables that has Keras sum and apply them.
-            averaged: Variables of the optimizer's that are averaged with the weights.
-        """
+        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: list[keras.Variable] | None,
+        original: Callable[..., Any],
+    ) -> Any:
+        """Takes the gradients of one batch, in replica context; `original` is Keras's `apply`."""
+        variables = variables_of_apply(optimizer, self.policy, grads, trainable_variables)
+        if variables is None:
+            return original(optimizer, grads, trainable_variables)
+        self.prepare(optimizer, optimizer._trainable_variables)
+        averaged = averaged_with_weights(unwrapped(optimizer), self.policy, variables)
         state = self._state_of(optimizer)
         state.optimizer = weakref.ref(optimizer)
         replica = tf.distribute.get_replica_context()._replica_id
@@ -66,7 +69,8 @@ class MirroredUpdates:
                 states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
             )
             units[key] = self.policy.on_replica(context)
-        units[key].on_gradients(step, grads, variables, apply)
+        units[key].on_gradients(step, grads, variables, lambda g, v: original(optimizer, g, v))
+        return None
 
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
