@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.tracing.transfer_timer import (
     READ,
@@ -121,7 +122,8 @@ class TrafficCounter:
 
     def summary(self, graph: tf.Graph) -> TrafficSummary:
         """Costs of a call, once the function has been traced into a graph."""
-        needed = _needed_operations(graph)
+        assert isinstance(graph, func_graph.FuncGraph)
+        needed = with_inputs([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
 
         def is_sent(tensor: tf.Tensor | None) -> bool:
             return tensor is None or any(consumer in needed for consumer in tensor.consumers())
@@ -270,17 +272,3 @@ def size_in_bytes(tensors: Sequence[tf.Tensor]) -> int | tf.Tensor:
         for size, tensor in zip(sizes, tensors)
     ]
     return sum(sizes)
-
-
-def _needed_operations(graph: tf.Graph) -> set[tf.Operation]:
-    """Operations of a function that its outputs and its side effects need."""
-    assert isinstance(graph, func_graph.FuncGraph)
-    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    needed = set()
-    while waiting:
-        operation = waiting.pop()
-        if operation not in needed:
-            needed.add(operation)
-            waiting += [tensor.op for tensor in operation.inputs]
-            waiting += operation.control_inputs
-    return needed
