@@ -31,8 +31,13 @@ from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.worker_state import ServedState
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
-from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
+from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
+from keras_psplus.parameter_server.tracing.worker_function import (
+    ClosureVariable,
+    current_trace,
+    is_on_ps,
+)
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import server_side
 from keras_psplus.parameter_server.updates import worker_updates
@@ -206,17 +211,18 @@ class ParameterServerEngine(DistributedEngine):
     @answers("assign", "numpy")
     def _wait_and_proceed(self, call: Call) -> Any:
         # From a callback, for example: steps that were sent before come before.
-        if worker_function.current_trace() is None and tf.executing_eagerly():
-            if reports.is_closure_variable(call.owner._value):
+        variable = call.owner._value
+        if current_trace() is None and tf.executing_eagerly():
+            if isinstance(variable, ClosureVariable):
                 self._context.drain()
-            elif reports.on_ps(call.owner._value) and self._context.scheduler.is_busy:
+            elif is_on_ps(variable) and self._context.scheduler.is_busy:
                 self._context.scheduler.join()
         return call.proceed()
 
     @answers("assign_add", "assign_sub")
     def _change(self, call: Call) -> Any:
         own = call.owner._value
-        is_shared = reports.on_ps(own) or reports.is_closure_variable(own)
+        is_shared = self._context.extended.has_made(own)
         if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
             return call.proceed()
         # Keras reads, adds and writes: another worker's step in between would be lost.
@@ -225,7 +231,7 @@ class ParameterServerEngine(DistributedEngine):
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
-        return not is_other and reports.on_ps(variable._value)
+        return not is_other and is_on_ps(variable._value)
 
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:

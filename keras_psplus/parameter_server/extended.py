@@ -16,7 +16,7 @@ from keras_psplus.parameter_server.placement.balance import Placement, Shard
 from keras_psplus.parameter_server.state import worker_tables
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, is_on_ps
 from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_device
 from keras_psplus.parameter_server.transport.pushes import Pushes
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, current_shard
@@ -104,7 +104,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     def has_made(self, variable: tf.Variable) -> bool:
         """Whether a variable is one of this strategy's."""
-        return isinstance(variable, ClosureVariable) or "/job:ps/" in (variable.device or "")
+        return isinstance(variable, ClosureVariable) or is_on_ps(variable)
 
     def creating(
         self, name: str, kind: str | None, shape: tf.TensorShape | Sequence[int] | None = None

@@ -32,6 +32,7 @@ from keras_psplus.parameter_server.steps.closure_totals import are_same
 from keras_psplus.parameter_server.steps.step_functions import TracedStep
 from keras_psplus.parameter_server.sync.copies import Undo, WorkerCopies
 from keras_psplus.parameter_server.tracing.traffic import CountedFunction
+from keras_psplus.parameter_server.tracing.worker_function import is_on_ps
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import Pulls, written_by
 from keras_psplus.parameter_server.transport.reads import parts_of
@@ -220,6 +221,6 @@ def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
         of_optimizers = [*optimizer.variables, *unwrapped(optimizer).variables]
         for variable in [*variables, *of_optimizers]:
             for part in parts_of(variable._value):
-                if "/job:ps" in part.device:
+                if is_on_ps(part):
                     found[id(part)] = part
     return list(found.values())

@@ -148,6 +148,11 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
         pass
 
 
+def is_on_ps(variable: tf.Variable) -> bool:
+    """Whether a variable of TensorFlow's lies on a parameter server."""
+    return "/job:ps/" in (getattr(variable, "device", None) or "")
+
+
 def pack(variables: Sequence[ClosureVariable]) -> np.ndarray:
     """The chief's values of closure variables as one float64 vector."""
     return np.concatenate(

@@ -24,7 +24,7 @@ from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
 from keras_psplus.parameter_server.tracing import worker_function
 from keras_psplus.parameter_server.tracing.worker_function import pack
-from keras_psplus.updates import Updates
+from keras_psplus.updates import Updates, map_values
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context
 
@@ -99,7 +99,7 @@ class WorkerUpdates:
         """
         assert self.policy is not None
         # Another worker's update may change the scale between this worker's batches.
-        gradients = [_over(g, _scale_of(optimizer)) for g in gradients]
+        gradients = _times_scale(optimizer, gradients, is_inverse=True)
         self.accumulate(
             optimizer,
             self.policy,
@@ -275,25 +275,20 @@ def _apply(
     means: Iterable[Gradient | None],
     variables: Sequence[keras.Variable],
 ) -> None:
-    scale = _scale_of(optimizer)
+    means = _times_scale(optimizer, means)
     with applying_flag.raised():
-        optimizer.apply([_times(mean, scale) for mean in means], variables)
+        optimizer.apply(means, variables)
 
 
-def _scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
-    """The factor in the gradients that an optimizer is given, if it changes; else None."""
+def _times_scale(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Iterable[Gradient | None],
+    is_inverse: bool = False,
+) -> list[Gradient | None]:
+    """Gradients times, or over, the factor in those that an optimizer is given, if it changes."""
     scale = getattr(optimizer, "dynamic_scale", None)
-    return None if scale is None else tf.convert_to_tensor(scale)
-
-
-def _over(gradient: Gradient | None, scale: tf.Tensor | None) -> Gradient | None:
-    return _times(gradient, None if scale is None else 1.0 / scale)
-
-
-def _times(gradient: Gradient | None, factor: tf.Tensor | None) -> Gradient | None:
-    if gradient is None or factor is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    if scale is None:
+        return list(gradients)
+    factor = tf.convert_to_tensor(scale)
+    factor = 1.0 / factor if is_inverse else factor
+    return [map_values(lambda v: v * tf.cast(factor, v.dtype), one) for one in gradients]
