@@ -50,12 +50,8 @@ class GradientReducer:
         self._launchers, self._first_rank = launchers, first_rank
         self._replicas, self._hops, self._bucket_bytes = replicas, hops, bucket_bytes
         self._levels, self._state = levels, state
-        self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._eager: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_owner = weakref.WeakKeyDictionary[Any, dict[str, list[Any]]]()
+        self._eager = weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]()
         self.communication = Communication()
 
     @property

@@ -58,9 +58,7 @@ class InstanceKeys:
         self.counters: dict[Any, tf.Variable] = {}
         self._orders: dict[Any, tf.Variable] = {}
         self._slots: dict[tuple[int, int], str] = {}
-        self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._launched = weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]]()
         self._signature: tuple[Any, ...] | None = None
         self._lane = 0
         self._size_class: tf.Tensor | None = None

@@ -82,9 +82,7 @@ class Builder:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         # What a step leaves unbuilt, by the step's name: it is not traced again for that.
-        self._left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._left = weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]]()
 
     def build(self, model: keras.Model, step_name: str, batch: Any) -> None:
         """Makes the variables that a step of a model needs.

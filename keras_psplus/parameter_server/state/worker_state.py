@@ -37,9 +37,7 @@ class WorkerStates:
         self.num_workers = num_workers
         # Of resources' names in this run of the job: a worker may serve one job after another.
         self.prefix = f"keras_psplus/{uuid.uuid4().hex}"
-        self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._owners = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str]()
         # By name: the shape and dtype.
         self._leaves: dict[str, tuple[tf.TensorShape, tf.DType]] = {}
         self._unsaved: set[str] = set()

@@ -94,9 +94,7 @@ class OverlapPlanner:
     def __init__(self, context: StepContext, on_chief: Callable[..., Any]) -> None:
         self._context, self._on_chief = context, on_chief
         # By graph: what the function that is traced has read of its copies.
-        self._read: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._read = weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]]()
         self._copies: WorkerCopies | None = None
 
     def begin(self, pulls: Pulls) -> None:

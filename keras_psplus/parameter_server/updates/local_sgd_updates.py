@@ -31,9 +31,7 @@ class LocalSGDUpdates(WorkerUpdates):
 
     def __init__(self, context: StepContext, policy: LocalSGD) -> None:
         super().__init__(context, policy)
-        self._rounds: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, LocalSGDRounds] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._rounds = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, LocalSGDRounds]()
 
     def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
         def step_alone(batch: Any) -> Any:

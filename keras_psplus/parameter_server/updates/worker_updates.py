@@ -63,18 +63,14 @@ class WorkerUpdates:
     def __init__(self, context: StepContext, policy: Updates | None) -> None:
         self.policy = policy
         self._context: Callable[[], Any] = weakref.ref(context)
-        self._units: weakref.WeakKeyDictionary[
+        self._units = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, dict[tuple[int, ...], _Unit]
-        ] = weakref.WeakKeyDictionary()
-        self._in_trace: weakref.WeakKeyDictionary[worker_function.Trace, list[Any]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._on_all_workers: weakref.WeakKeyDictionary[
+        ]()
+        self._in_trace = weakref.WeakKeyDictionary[worker_function.Trace, list[Any]]()
+        self._on_all_workers = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, tuple[int, Any]
-        ] = weakref.WeakKeyDictionary()
-        self._finished: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        ]()
+        self._finished = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int]()
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
         context.scheduler.on_worker_lost = self._note_loss

@@ -40,9 +40,7 @@ class Residuals(WorkerState):
         self._states: dict[tuple[int, str], _Residual] = {}
         # By path: the weights that have it, which may be of several models.
         self._paths: dict[str, list[Any]] = {}
-        self._waiting: weakref.WeakKeyDictionary[Any, dict[int, WaitingValues]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._waiting = weakref.WeakKeyDictionary[Any, dict[int, WaitingValues]]()
 
     def of(self, copied: Copied, pipeline: int, device: str, first: Any) -> Any:
         """State for a pipeline's gradient of a weight, created if there is none.
