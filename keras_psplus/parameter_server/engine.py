@@ -54,7 +54,7 @@ class ParameterServerEngine(DistributedEngine):
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         # While results are wanted in the order of the data.
-        self._in_order = False
+        self._keeps_order = False
         # The callbacks of the `fit` that a model is in.
         self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
@@ -109,11 +109,11 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("predict", "predict_on_batch")
     def _predict(self, call: Call) -> Any:
-        outer, self._in_order = self._in_order, call.name == "predict"
+        outer, self._keeps_order = self._keeps_order, call.name == "predict"
         try:
             return self._evaluate(call)
         finally:
-            self._in_order = outer
+            self._keeps_order = outer
 
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> Any:
@@ -136,7 +136,7 @@ class ParameterServerEngine(DistributedEngine):
         of_workers = chief_data.take_apart(context.num_workers, call.kwargs)
         iterator = epochs.make_without_data(call)
         worker_data = chief_data.on_workers(
-            context, iterator.data_adapter, self._in_order, of_workers, seed_for
+            context, iterator.data_adapter, self._keeps_order, of_workers, seed_for
         )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element

@@ -80,7 +80,7 @@ def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> L
     members = launcher.members and [launcher.members[rank] for rank in ranks]
     options = launcher._collective_keys, launcher._device, launcher._options
     made = Launcher(group_key, len(ranks), *options, members)
-    made.share_order(launcher)
+    made.serialize_with(launcher)
     return made
 
 
