@@ -29,7 +29,7 @@ from keras_psplus.parameter_server.data import chief_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.state.worker_state import ServedState
+from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
@@ -58,9 +58,9 @@ class ParameterServerEngine(DistributedEngine):
         # The callbacks of the `fit` that a model is in.
         self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
-    @functools.cached_property
-    def worker_state(self) -> ServedState:
-        return ServedState(self._context.extended.worker_states, self._context.scheduler.join)
+    @property
+    def worker_state(self) -> WorkerStates:
+        return self._context.extended.worker_states
 
     @property
     def updating(self) -> worker_updates.WorkerUpdates:

@@ -209,6 +209,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
             self._mode.window(bool(overlap)),
             absent,
         )
+        self.extended.worker_states.finish_steps = scheduler.join
         if is_elastic:
             servers.let_workers_leave(scheduler.queue, members)
         self._progress = Progress(leads=True)
