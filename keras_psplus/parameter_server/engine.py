@@ -45,7 +45,7 @@ from keras_psplus.updates import Accumulate
 
 
 class ParameterServerEngine(DistributedEngine):
-    """For a chief that sends steps to workers."""
+    """Engine of a chief that sends steps to workers."""
 
     can_run_eagerly, can_compile = False, True
     compiled_function = ServedFunction

@@ -28,7 +28,7 @@ from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 
 
 class PipelineEngine(DistributedEngine):
-    """For a chief that traces steps over the devices of all stages."""
+    """Engine of a chief that traces steps over the devices of all stages."""
 
     can_run_eagerly, can_compile = False, True
     exports_copies = True

@@ -15,6 +15,7 @@ def map_values(
 
     Args:
         function: Function of a tensor that returns one of the same shape, by elements.
+        gradient: Tensor, `tf.IndexedSlices` or None.
 
     Returns:
         What the function has made of the tensor, or of the values of the slices; None for None.

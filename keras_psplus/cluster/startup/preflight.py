@@ -46,7 +46,9 @@ def wait_for_cluster(
     ```
 
     Args:
+        config: This process's `TaskConfig`.
         job_types: The jobs whose tasks to wait for.
+        timeout: Seconds to wait.
         log: Function that takes a line of progress; writes to stderr by
             default.
         all_wait: Whether all tasks of `job_types` call this function.
@@ -80,6 +82,7 @@ def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = 
     """Checks that this task's own address can be bound.
 
     Args:
+        config: This process's `TaskConfig`.
         log: As for `wait_for_cluster`.
 
     Raises:
@@ -93,6 +96,7 @@ def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | Non
     """Tries to connect to every other task once.
 
     Args:
+        config: A `TaskConfig`.
         timeout: Seconds that one connection may take.
 
     Returns:
