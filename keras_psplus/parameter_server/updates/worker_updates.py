@@ -281,7 +281,7 @@ def _times_scale(
     gradients: Iterable[Gradient | None],
     is_inverse: bool = False,
 ) -> list[Gradient | None]:
-    """Gradients times, or over, the factor in those that an optimizer is given, if it changes."""
+    """Gradients times, or over, the loss scale of an optimizer that changes it."""
     scale = getattr(optimizer, "dynamic_scale", None)
     if scale is None:
         return list(gradients)
