@@ -15,7 +15,6 @@ from keras_psplus.core import gradient_path
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import losses
-from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted
@@ -31,6 +30,7 @@ from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
+from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
 from keras_psplus.parameter_server.tracing.worker_function import (
@@ -242,9 +242,9 @@ class ParameterServerEngine(DistributedEngine):
     # Optimizers.
 
     def gradient(self, call: Call) -> Any:
-        step = current_step()
-        is_alone = step is None or self.strategy.num_workers == 1
-        if is_alone or not losses.is_by_variables(call):
+        step = WorkerReplicaStep.current()
+        is_alone = self.strategy.num_workers == 1 or not losses.is_by_variables(call)
+        if step is None or is_alone:
             return losses.gradient(call)
         if step.is_inside:
             # What leaves a function, or is computed row by row, counts when it is handed over.
@@ -253,7 +253,7 @@ class ParameterServerEngine(DistributedEngine):
         return losses.note_gradients(call, losses.gradient(call), step, step.note)
 
     def apply(self, call: Call) -> Any:
-        strategy, step, optimizer = self.strategy, current_step(), call.owner
+        strategy, step, optimizer = self.strategy, WorkerReplicaStep.current(), call.owner
         grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
         if self._is_on_worker and strategy.updates is not None and not worker_updates.applying_flag:
             variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)

@@ -105,7 +105,7 @@ class MirroredUpdates:
         if number and state.finish[0] != (number, state.optimizer):
 
             def finish_replica() -> None:
-                step = step_module.current_step()
+                step: Any = step_module.current_step()
                 # Or the optimizer would hand the gradients to us again.
                 step.recording = False
                 replica = tf.distribute.get_replica_context()._replica_id

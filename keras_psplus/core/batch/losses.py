@@ -188,7 +188,8 @@ def get_attribute(call: Call) -> Any:
     """A metric's attribute; in its `update_state`, losses are those of the replica's own rows."""
     attribute, name = call.proceed(), call.get("name")
     if name == "result":
-        return current_step().result_of(call.owner, attribute)
+        step = current_step()
+        return attribute if step is None else step.result_of(call.owner, attribute)
     step = current_step_with_batch_fraction() if name == "update_state" else None
     if step is None:
         return attribute

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.scalars import scalar_tensor
-from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
@@ -79,8 +78,8 @@ class SyncFunctions:
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         vector, _, notes = self._collect(trace, results)
-        own, pulls = replica_step.current_step(), current_pulls()
-        assert pulls is not None
+        own, pulls = WorkerReplicaStep.current(), current_pulls()
+        assert own is not None and pulls is not None
         own.whole_reads = list(pulls.whole_reads.values())
         outputs: Any = ()
         if self._pushes_later:
