@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -12,8 +12,8 @@ from keras_psplus.communication import Traffic
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import resource_variable_ops
 
-# Path, direction and compressor, as in `Traffic`.
-_Key = tuple[str, str, str | None]
+# Path, direction and description of the compressor, as in `Traffic`.
+Key: TypeAlias = tuple[str, str, str | None]
 
 
 class TensorTraffic(NamedTuple):
@@ -47,7 +47,7 @@ class TrafficVariables:
     def __init__(self, device: str = "CPU:0") -> None:
         self._device = device
         # By who counts, and what a step sends.
-        self._totals: dict[tuple[int, tuple[_Key, ...]], tf.Variable] = {}
+        self._totals: dict[tuple[int, tuple[Key, ...]], tf.Variable] = {}
         self._seconds: Any = None
 
     def add(self, entries: Sequence[TensorTraffic], replica: int = 0) -> None:
@@ -104,7 +104,7 @@ class TrafficVariables:
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`."""
-        sums: dict[_Key, tuple[int, ...]] = {}
+        sums: dict[Key, tuple[int, ...]] = {}
         # Another thread may be tracing a step.
         for (_, keys), variable in list(self._totals.items()):
             for key, numbers in zip(keys, variable.numpy().tolist()):

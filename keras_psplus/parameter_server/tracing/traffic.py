@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.batch.traffic import Key
 from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.tracing.transfer_timer import (
@@ -30,8 +31,6 @@ from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 
-# Path, direction and description of the compressor, as in `Traffic`.
-Key: TypeAlias = tuple[str, str, str | None]
 # The traffic counter of the worker function that a thread is tracing.
 current_counter: ThreadValue[TrafficCounter] = ThreadValue()
 
