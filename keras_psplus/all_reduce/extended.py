@@ -19,6 +19,7 @@ from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import (
     collective_all_reduce_strategy,
@@ -26,7 +27,6 @@ from keras_psplus.tf_internals import (
     device_util,
     distribute_lib,
     distributed_values,
-    resource_variable_ops,
 )
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -221,8 +221,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         device = self.device_in_context()
         variable = self._step_variables.get((device, name))
         if variable is None:
-            with ops.init_scope(), ops.device("CPU:0" if on_host else device):
-                variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
+            variable = made_outside(lambda: 1.0, "CPU:0" if on_host else device)
             self._step_variables[device, name] = variable
         return variable
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.graph.variable_read import record_read
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update

@@ -236,11 +236,7 @@ def _until_all_end(given: _Given, of_dataset: GlobalBatches) -> Distributed:
     def parts(*batch: Any) -> tf.data.Dataset:
         # Their rows are counted later, when all replicas have them.
         shards = of_dataset.cut(*batch, pads=False)
-        pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
-        whole = pieces[0]
-        for piece in pieces[1:]:
-            whole = whole.concatenate(piece)
-        return whole
+        return elements.dataset_of(part.data for part in shards.replicas)
 
     dataset = elements.with_any_batch_size(of_dataset.dataset)
     dataset = elements.to_tuple(dataset).flat_map(parts)

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from keras_psplus.cluster.monitor import trace
 from keras_psplus.communication import Traffic
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 # Path, direction and description of the compressor, as in `Traffic`.
 Key: TypeAlias = tuple[str, str, str | None]
@@ -113,5 +113,4 @@ class TrafficVariables:
         return [Traffic(*key, *numbers) for key, numbers in sums.items()]
 
     def _zeros(self, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-        with ops.init_scope(), ops.device(self._device):
-            return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)
+        return made_outside(lambda: tf.zeros(shape, dtype), self._device)
