@@ -26,6 +26,7 @@ from keras_psplus.compression.factors.outer_products import OuterProduct
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.updates.values import numbers_of
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 # Buckets whose copies are in memory at once; the next one is on its way while one is summed.
@@ -78,7 +79,7 @@ class CompressedSum:
         if self._timed:
             pairs = zip(variables, grads)
             products = [_product(self.compressor_of(v, g), g) or g for v, g in pairs]
-            self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
+            self.traffic_variables.time(tf.nest.flatten(numbers_of(products)), numbers_of(summed))
         return summed
 
     def sum_and_count(
@@ -328,10 +329,6 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 def _int64(number: int) -> tf.Tensor:
     return tf.constant(number, tf.int64)
-
-
-def _leaves(tensors: Iterable[Any]) -> list[Any]:
-    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
 
 
 def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:

@@ -45,6 +45,7 @@ from keras_psplus.compression import kernels
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.updates.values import numbers_of
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 # Buckets that are on a hop at once. All of them at once would share its link and arrive together:
@@ -173,7 +174,7 @@ class TwoLevelSum:
                 summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)
         self.traffic_variables.add(entries)
         if self._timed:
-            self.traffic_variables.time(_values(grads), _values(summed))
+            self.traffic_variables.time(numbers_of(grads), numbers_of(summed))
         return summed
 
     def _parts(self, number: int, gradient: tf.Tensor, variable: Any) -> list[_Part]:
@@ -329,7 +330,3 @@ class TwoLevelSum:
 
 def _is_dense(gradient: Gradient) -> bool:
     return not isinstance(gradient, tf.IndexedSlices) and bool(gradient.shape.num_elements())
-
-
-def _values(tensors: Iterable[Any]) -> list[tf.Tensor]:
-    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

@@ -1,4 +1,4 @@
-"""Variables of a step that are no weights, and reads that the tape does not see by itself."""
+"""Variables that steps count in, and reads that tapes do not see by themselves."""
 
 from __future__ import annotations
 

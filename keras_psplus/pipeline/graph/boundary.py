@@ -13,6 +13,7 @@ from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_m
 from keras_psplus.pipeline.base.gradients import differentiable
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record, resource_variable_ops
+from keras_psplus.updates.values import numbers_of
 
 
 def call(
@@ -76,7 +77,7 @@ def call(
                 )
             of_inputs = [one for one in found[: len(inputs)] if one is not None]
             # Nobody needs gradients by the batch itself: they must not be waited for.
-            last = [_values(one) for one in found[len(inputs) :] if one is not None] or of_inputs
+            last = numbers_of(one for one in found[len(inputs) :] if one is not None) or of_inputs
             context.ends_with(last, of_inputs)
         return found
 
@@ -100,10 +101,6 @@ def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     if mask is not None:
         set_keras_mask(other, mask)
     return other
-
-
-def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 class _CallGradients:
