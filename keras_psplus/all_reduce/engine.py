@@ -265,7 +265,7 @@ class AllReduceEngine(DistributedEngine):
             parts[i] = value
         if self.updating is not None:
             # They are summed when it is time for an update.
-            wholes, whole = self._split(wholes), ()
+            wholes, whole = self._split(wholes), set()
         grads = [part if g is None else g for part, g in zip(parts, wholes)]
         trained = None if trained is None else known
         # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.

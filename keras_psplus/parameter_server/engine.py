@@ -86,8 +86,8 @@ class ParameterServerEngine(DistributedEngine):
         except (ParameterServerLostError, WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
-            chief, is_exit = self.strategy._chief, isinstance(error, SystemExit)
-            if chief is not None and is_exit and error.code not in (None, 0):
+            chief = self.strategy._chief
+            if chief is not None and isinstance(error, SystemExit) and error.code not in (None, 0):
                 chief.note_failure()
             # Or the next call would begin with what this one had counted.
             for function in list(context.functions):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 _MOST_PIECES = 8
+# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
+_UNDER_WAY = 2
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -57,7 +59,7 @@ class HopOrder:
         at_once: Maximum number of concurrent sends.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, at_once: int = _UNDER_WAY) -> None:
         self._at_once = at_once
         self._arrived: list[list[tf.Tensor]] = []
 

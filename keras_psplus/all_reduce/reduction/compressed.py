@@ -29,8 +29,6 @@ from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.updates.values import numbers_of
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
-# Buckets whose copies are in memory at once; the next one is on its way while one is summed.
-_UNDER_WAY = 2
 
 
 class CompressedSum:
@@ -99,7 +97,7 @@ class CompressedSum:
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent, order = list[tf.Tensor](), gradients.HopOrder(_UNDER_WAY)
+        sent, order = list[tf.Tensor](), gradients.HopOrder()
         # Of forms: a route is chosen without the gradient.
         forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
         alone = {i: route_choice.route(*forms[i], i) for i in dense}

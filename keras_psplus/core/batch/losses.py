@@ -52,6 +52,7 @@ def is_by_variables(call: Call) -> bool:
 def gradient_of_own_mean(call: Call) -> Any:
     """Gradients of a mean over the replica's rows, scaled by its batch fraction."""
     step = current_step_with_batch_fraction()
+    assert step is not None
     seeds = tf.nest.map_structure(
         lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)),
         call.get("target"),
