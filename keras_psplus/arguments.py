@@ -35,7 +35,6 @@ def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> 
     """Returns an argument as it is.
 
     Args:
-        name: Its name.
         value: What was given.
         allowed: What it may be, for the message.
         holds: Function of a number that tells whether it may be this.
@@ -57,7 +56,6 @@ def seconds(name: str, value: Any, or_none: bool = False) -> Any:
     """Returns a number of seconds as it is.
 
     Args:
-        name: Its name.
         value: What was given.
         or_none: Whether it may be None.
 
@@ -74,9 +72,7 @@ def renamed(old: str, value: Any, new: str, given: Any) -> Any:
     """Returns an argument that may have been given by its deprecated name.
 
     Args:
-        old: The deprecated name.
         value: What was given by it; None if nothing was.
-        new: The name to use.
         given: What was given by that, or its default.
     """
     if value is None:
@@ -115,7 +111,6 @@ def flag(name: str, value: Any, default: bool | None = None) -> bool:
     """Returns an option as a bool.
 
     Args:
-        name: Its name.
         value: What was given.
         default: What None stands for; without it, None is refused.
 

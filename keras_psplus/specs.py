@@ -56,7 +56,6 @@ def parse(text: str, forms: Mapping[str, Form]) -> tuple[str, list[Any]] | None:
     """Splits a text into a name and what is after its colon.
 
     Args:
-        text: The text.
         forms: Dict from names to `Form`.
 
     Returns:

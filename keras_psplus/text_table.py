@@ -1,4 +1,4 @@
-"""Tables of text, for logs and summaries."""
+"""Tables and lists as text, for logs and summaries."""
 
 from collections.abc import Sequence
 
@@ -13,3 +13,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
     )
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """The first of some texts, and how many more there are."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")

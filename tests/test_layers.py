@@ -67,7 +67,7 @@ FOLDERS = {
     "core": [
         *("jobs", "base", "state", "data", "gradient_path", "graph", "plan", "batch", "backup"),
         "models",
-        *("strategy_engine", "distributed_engine"),
+        *("strategy_base", "strategy_engine", "distributed_engine"),
     ],
     "hybrid": [
         *("rows", "rpc", "stalls", "tables", "files", "extended", "server"),

@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
-from keras_psplus.all_reduce.step import broadcast, local_apply, replica_functions, row_reads
+from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads
 from keras_psplus.all_reduce.step.accumulators import Accumulators
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.callbacks import PublishTables
 from keras_psplus.core.base.metric_state import accumulates
-from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
-from keras_psplus.core.batch.replica_step import current_step, current_step_with_batch_fraction
 from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import local_traces
@@ -29,7 +29,6 @@ from keras_psplus.tf_internals import framework_ops
 from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.engine import Gradients
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
@@ -43,7 +42,7 @@ _WRITE_ONLY = (
 
 
 class AllReduceEngine(DistributedEngine):
-    """For replicas that take each step together."""
+    """Engine of replicas that take each step together."""
 
     has_weights_in_memory = can_compile = computes_here = True
     # While callbacks of a worker that is not the chief keep track of what the chief writes.
@@ -137,7 +136,7 @@ class AllReduceEngine(DistributedEngine):
 
     @answers("assign")
     def _assign(self, call: Call) -> Any:
-        step, variable = current_step(), call.owner
+        step, variable = MirroredReplicaStep.current(), call.owner
         if step is None:
             self.accumulators.note_assigned([variable])
         elif step.recording:
@@ -151,7 +150,9 @@ class AllReduceEngine(DistributedEngine):
     def _next_seed(self, call: Call) -> tf.Tensor:
         # The state stays one value on all replicas, so that it can be saved and restored; what is
         # drawn from it differs, or all replicas would drop the same units of different rows.
-        seed, offset = call.proceed(), current_step().rank * _SEED_STRIDE % (1 << 31)
+        step = MirroredReplicaStep.current()
+        assert step is not None
+        seed, offset = call.proceed(), step.rank * _SEED_STRIDE % (1 << 31)
         return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
 
     # What layers and users' steps ask of all replicas: one without its own rows adds none.
@@ -159,16 +160,19 @@ class AllReduceEngine(DistributedEngine):
 
     @answers("all_reduce")
     def _all_reduce(self, call: Call) -> Any:
-        step, value = current_step(), call.get("value")
+        step, value = MirroredReplicaStep.current(), call.get("value")
+        assert step is not None
         step.tape.settle()
-        if step.may_be_empty and _is_sum(call.get("reduce_op")):
+        name = getattr(call.get("reduce_op"), "value", call.get("reduce_op"))
+        if step.may_be_empty and name.upper() == tf.distribute.ReduceOp.SUM.value:
             flat = step.zero_if_empty(tf.nest.flatten(value))
             value = tf.nest.pack_sequence_as(value, flat)
         return call.proceed(value=value)
 
     @answers("all_gather")
     def _all_gather(self, call: Call) -> Any:
-        step, value = current_step(), call.get("value")
+        step, value = MirroredReplicaStep.current(), call.get("value")
+        assert step is not None
         step.tape.settle()
         if call.get("axis") == 0:
             value = tf.nest.map_structure(
@@ -179,9 +183,9 @@ class AllReduceEngine(DistributedEngine):
     # Gradients: summed in the optimizer, or as soon as a step computes with them.
 
     def gradient(self, call: Call) -> Any:
-        step = current_step_with_batch_fraction()
-        is_alone = step is None or self.strategy.num_replicas_in_sync == 1
-        if is_alone or not losses.is_by_variables(call):
+        step = MirroredReplicaStep.current()
+        is_alone = self.strategy.num_replicas_in_sync == 1 or not losses.is_by_variables(call)
+        if step is None or not step.has_batch_fraction or is_alone:
             return losses.gradient(call)
         if self._keeps_own_gradients(step):
             return losses.gradient_of_own_mean(call)
@@ -243,16 +247,15 @@ class AllReduceEngine(DistributedEngine):
         return [map_values(lambda values: values / replicas, gradient) for gradient in grads]
 
     def apply(self, call: Call) -> Any:
-        step, optimizer = current_step(), call.owner
+        step, optimizer = MirroredReplicaStep.current(), call.owner
         if step is None or not step.recording:
             # The inner optimizer of a LossScaleOptimizer gets what that has been given.
             return call.proceed()
         grads, trained = call.get("grads"), call.get("trainable_variables")
         is_plain = self._can_compress(optimizer)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         accumulates = bool(inner.gradient_accumulation_steps)
-        owner = optimizer if is_plain else None
-        grads, whole = step.tape.take(list(grads), owner, wants_parts=accumulates)
+        grads, whole = step.tape.take(list(grads), optimizer if is_plain else None, accumulates)
         known = list(inner._trainable_variables if trained is None else trained)
         grads = self.parts_of_weights(grads, known) if self.cuts_weights else grads
         parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
@@ -262,7 +265,7 @@ class AllReduceEngine(DistributedEngine):
             parts[i] = value
         if self.updating is not None:
             # They are summed when it is time for an update.
-            wholes, whole = self._split(wholes), ()
+            wholes, whole = self._split(wholes), set()
         grads = [part if g is None else g for part, g in zip(parts, wholes)]
         trained = None if trained is None else known
         # An optimizer's state changes alike on all replicas; averaging it would only cost bytes.
@@ -271,7 +274,7 @@ class AllReduceEngine(DistributedEngine):
         try:
             if self.updating is None:
                 return call.proceed(grads=grads, trainable_variables=trained)
-            return local_apply.apply(self.updating, step, call.original, optimizer, grads, trained)
+            return self.updating.take(step, optimizer, grads, trained, call.original)
         finally:
             step.recording, step.whole, step.writes_back_sums = True, frozenset(), False
 
@@ -285,7 +288,7 @@ class AllReduceEngine(DistributedEngine):
         return tf.equal(self.strategy.extended.sum_over_replicas([bad])[0], 0.0)
 
     def reduce(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        step = current_step()
+        step = MirroredReplicaStep.current()
         if step is not None and step.alone:
             return grads
         own = [i for i, v in enumerate(variables) if step is None or id(v) not in step.whole]
@@ -304,7 +307,7 @@ class AllReduceEngine(DistributedEngine):
         return grads
 
     def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
-        step = current_step()
+        step = MirroredReplicaStep.current()
         if step is not None and not self._steps_alone:
             self.accumulators.begin_step(optimizer)
         if step is None or not step.whole:
@@ -339,10 +342,6 @@ class AllReduceEngine(DistributedEngine):
             return None
         self.accumulators.warn_if_partial(call.owner)
         return super()._save(call)
-
-
-def _is_sum(reduce_op: tf.distribute.ReduceOp | str) -> bool:
-    return getattr(reduce_op, "value", reduce_op).upper() == tf.distribute.ReduceOp.SUM.value
 
 
 def _is_count(tensor: Any) -> bool:

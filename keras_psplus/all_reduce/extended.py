@@ -19,6 +19,7 @@ from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import (
     collective_all_reduce_strategy,
@@ -26,7 +27,6 @@ from keras_psplus.tf_internals import (
     device_util,
     distribute_lib,
     distributed_values,
-    resource_variable_ops,
 )
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -42,7 +42,16 @@ _SUM = tf.distribute.ReduceOp.SUM
 
 
 class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
-    """Additional APIs of `keras_psplus.MultiWorkerMirroredStrategy`."""
+    """Additional APIs of `keras_psplus.MultiWorkerMirroredStrategy`.
+
+    Attributes:
+        control: The control plane between workers, or None if there is one worker.
+        bucket_bytes: Size in bytes of the buckets in which gradients are sent.
+        reducers: Reducer that sums gradients over all replicas.
+        levels: The hops of a topology for each local replica; None for one ring.
+        updating: Scheduler of optimizer steps; None if they are made at every step.
+        worker_state: State that replicas keep from step to step.
+    """
 
     def __init__(
         self,
@@ -55,8 +64,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         policy: Updates | None,
         topology: Topology | str,
     ) -> None:
-        self._control = control
-        self._updating = None if policy is None else updating.MirroredUpdates(policy, strategy)
+        self.control = control
+        self.updating = None if policy is None else updating.MirroredUpdates(policy, strategy)
         self._step_variables: dict[tuple[str, str], tf.Variable] = {}
         self._creating: ThreadValue[tuple[str, bool]] = ThreadValue()
         self._zeros = ThreadFlag()
@@ -76,17 +85,17 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 local = len(operations.launchers)
                 for launcher in operations.launchers:
                     launcher.members = member_order.names_of(control.task, local)
-        self._worker_state = MirroredState(
+        self.worker_state = MirroredState(
             self.worker_devices,
             self.world,
             control,
             f"worker-{self._id_in_cluster}-of-{self._num_workers}",
             lambda: self._keeps_state,
-            lambda *args: self._updating.momenta(*args) if self._updating else {},
+            lambda *args: self.updating.momenta(*args) if self.updating else {},
         )
         # A replica that trains alone has nobody to send to.
         self._hops = hops if self._num_replicas_in_sync > 1 else Hops(None, None)
-        self._bucket_bytes, self._next_group_key = bucket_bytes, _GROUP_KEYS
+        self.bucket_bytes, self._next_group_key = bucket_bytes, _GROUP_KEYS
         self.set_topology(topology)
 
     def set_topology(self, topology: Topology | str) -> None:
@@ -95,17 +104,17 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         Args:
             topology: `Topology` of the workers, the same on all of them, or `"flat"`.
         """
-        if self._control is not None:
-            self._control.check_same("topology", str(topology), f"topology {topology}")
-        self._levels = self._levels_of(topology)
-        self._reducers = reducers.GradientReducer(
+        if self.control is not None:
+            self.control.check_same("topology", str(topology), f"topology {topology}")
+        self.levels = self._levels_of(topology)
+        self.reducers = reducers.GradientReducer(
             self._cross_device_ops.launchers,
             self.world.rank,
             self._num_replicas_in_sync,
-            self._hops if self._levels else self._hops.collapse_to_ring(topology),
-            self._bucket_bytes,
-            self._levels,
-            self._worker_state,
+            self._hops if self.levels else self._hops.collapse_to_ring(topology),
+            self.bucket_bytes,
+            self.levels,
+            self.worker_state,
         )
 
     def take_group_keys(self, number: int) -> int:
@@ -138,11 +147,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return batches.World(self._id_in_cluster * local, local, self._num_replicas_in_sync)
 
     @property
-    def control(self) -> ControlPlane | None:
-        """The control plane between workers, or None if there is one worker."""
-        return self._control
-
-    @property
     def fetches_to_devices(self) -> bool:
         """Whether batches are copied to GPUs before their steps."""
         return "GPU" in self.worker_devices[0]
@@ -153,34 +157,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return None
 
     @property
-    def bucket_bytes(self) -> int:
-        """Size in bytes of the buckets in which gradients are sent."""
-        return self._bucket_bytes
-
-    @property
-    def reducers(self) -> reducers.GradientReducer:
-        """Reducer that sums gradients over all replicas."""
-        return self._reducers
-
-    @property
-    def levels(self) -> list[Levels] | None:
-        """The hops of a topology for each local replica; None for one ring."""
-        return self._levels
-
-    @property
-    def updating(self) -> updating.MirroredUpdates | None:
-        """Scheduler of optimizer steps; None if they are made at every step."""
-        return self._updating
-
-    @property
     def _keeps_state(self) -> bool:
         """Whether compressors or update rules may keep anything from step to step."""
-        return self._reducers.compresses or self._updating is not None
-
-    @property
-    def worker_state(self) -> MirroredState:
-        """State that replicas keep from step to step."""
-        return self._worker_state
+        return self.reducers.compresses or self.updating is not None
 
     def rank_in_context(self) -> int:
         """Rank among all replicas of the one whose context this is, as a Python int."""
@@ -223,8 +202,8 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over the replicas of a topology's group, in replica context."""
-        assert self._levels is not None
-        return levels_module.sum_over_group(self._levels, list(tensors))
+        assert self.levels is not None
+        return levels_module.sum_over_group(self.levels, list(tensors))
 
     def gather_rows(self, value: Any) -> Any:
         """Concatenates the replicas' rows in rank order, in graph mode; see `outputs.py`."""
@@ -235,15 +214,14 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        broadcast.sum_from_chief(self.host_launcher, self._is_chief, variables, self._bucket_bytes)
+        broadcast.sum_from_chief(self.host_launcher, self._is_chief, variables, self.bucket_bytes)
 
     def step_variable(self, name: str, on_host: bool = False) -> tf.Variable:
         """A float of this replica's step by name; `on_host`, the host reads it without waiting."""
         device = self.device_in_context()
         variable = self._step_variables.get((device, name))
         if variable is None:
-            with ops.init_scope(), ops.device("CPU:0" if on_host else device):
-                variable = resource_variable_ops.ResourceVariable(1.0, trainable=False)
+            variable = made_outside(lambda: 1.0, "CPU:0" if on_host else device)
             self._step_variables[device, name] = variable
         return variable
 
@@ -313,7 +291,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         path, _ = self._creating() or unnamed
         are_zeros = bool(self._zeros)
 
-        control = self._control
+        control = self.control
         assert control is not None
 
         def initial_value() -> tf.Tensor:

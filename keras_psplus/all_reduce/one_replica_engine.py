@@ -18,7 +18,7 @@ from keras_psplus.engine import Call, answers
 
 
 class OneReplicaEngine(StrategyEngine):
-    """For one replica that trains alone: backups that survive a kill."""
+    """Engine of one replica that trains alone: backups that survive a kill."""
 
     has_weights_in_memory = True
 

@@ -32,11 +32,9 @@ class GradientReducer:
     Args:
         launchers: `operations.Launcher` of each local replica.
         first_rank: Rank of the first local replica.
-        replicas: Number of all replicas.
         hops: `hops.Hops`, the compressors with error feedback where it is wanted.
         bucket_bytes: Size in bytes at which a bucket of gradients is sent.
         levels: `levels.Levels` of each local replica; None for one ring of all replicas.
-        state: `MirroredState` of the replicas.
     """
 
     def __init__(
@@ -52,12 +50,8 @@ class GradientReducer:
         self._launchers, self._first_rank = launchers, first_rank
         self._replicas, self._hops, self._bucket_bytes = replicas, hops, bucket_bytes
         self._levels, self._state = levels, state
-        self._of_owner: weakref.WeakKeyDictionary[Any, dict[str, list[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._eager: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_owner = weakref.WeakKeyDictionary[Any, dict[str, list[Any]]]()
+        self._eager = weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]]()
         self.communication = Communication()
 
     @property
@@ -90,9 +84,6 @@ class GradientReducer:
             kind: `"gradient"`; `"change"` for what weights have changed by, with residuals of its
                 own; `"group"` for sums over the replica's group alone; or `"copy"`, which is not
                 compressed.
-
-        Returns:
-            List of sums.
         """
         context = tf.distribute.get_replica_context()
         if tf.executing_eagerly():

@@ -64,7 +64,6 @@ def compressors(compression: Any, shard: str | None) -> tuple[Any, Compressor | 
     Args:
         compression: The argument: a dict with `"gradients"` or `"weights"`, or a compressor of
             gradients.
-        shard: The argument `shard`.
 
     Returns:
         `compression` of gradients, and the compressor of weights: of their changes, with error
@@ -161,7 +160,6 @@ def check_topology(
 
     Args:
         topology: What `group_topology.get` has returned.
-        shard, shard_group: The arguments.
         hops: Compressors of the topology's hops.
     """
     if shard is None or topology == FLAT:
@@ -201,7 +199,6 @@ def classes(shard: str, weights: Compressor | None, group: int | None) -> tuple[
     """Engine and implementation half of a strategy with `shard`.
 
     Args:
-        shard: The argument.
         weights: Compressor of what is gathered of weights, or None.
         group: Number of workers that have the parts of a variable; None for all.
     """

@@ -29,12 +29,12 @@ from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory
-from keras_psplus.core.base import checks, strategy_text
+from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.core.models import live_strategies
-from keras_psplus.core.state.state_dicts import StateDicts
+from keras_psplus.core.strategy_base import StrategyBase
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
 from keras_psplus.tf_internals import def_function, distribute_utils
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from keras_psplus.core.strategy_engine import StrategyEngine
 
 
-class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, for `model.fit` of Keras 3.
 
     Every worker runs the same script, with its own `TF_CONFIG`. Variables are mirrored on all
@@ -224,25 +224,12 @@ class MultiWorkerMirroredStrategy(StateDicts, tf.distribute.MultiWorkerMirroredS
 
     _engine_class = AllReduceEngine
 
-    def __repr__(self) -> str:
-        return strategy_text.describe(self, self._task, **self._options)
-
     @property
     def engine(self) -> StrategyEngine:
         """Engine of the strategy, a `keras_psplus.engine.Engine`."""
         if self._engine is None:
             self._engine = (self._engine_class if self._is_active else OneReplicaEngine)(self)
         return self._engine
-
-    @property
-    def task(self) -> TaskConfig | None:
-        """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
-        return self._task
-
-    @property
-    def progress(self) -> Progress:
-        """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
-        return self._progress
 
     @property
     def updates(self) -> updates_module.Updates | None:

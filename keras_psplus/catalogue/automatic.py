@@ -68,15 +68,6 @@ def best_exact_strategy(plan: str | os.PathLike[str] | None = None) -> Any:
 def choose(plan: str | os.PathLike[str] | None, *, workers: int, ps: int, chief: bool) -> Chosen:
     """Chooses an entry for a cluster.
 
-    Args:
-        plan: Path of a plan, or None.
-        workers: Number of `worker` tasks.
-        ps: Number of `ps` tasks.
-        chief: Whether there is a chief.
-
-    Returns:
-        `Chosen`.
-
     Raises:
         NoPlanError: If there is something to choose, and no plan.
         ValueError: If the plan cannot be used.
@@ -86,15 +77,7 @@ def choose(plan: str | os.PathLike[str] | None, *, workers: int, ps: int, chief:
 
 
 def choose_by(facts: Facts | None, link: Cluster, *, workers: int, ps: int, chief: bool) -> Chosen:
-    """Chooses by what was measured of a model, with other arguments as of `choose`.
-
-    Args:
-        facts: `Facts`, or None.
-        link: `Cluster` with the links.
-        workers: Number of `worker` tasks.
-        ps: Number of `ps` tasks.
-        chief: Whether there is a chief.
-    """
+    """Chooses by what was measured of a model, with other arguments as of `choose`."""
     if workers + chief <= 1 and not ps:
         return Chosen("single", "as one process trains alone")
     return best_exact.choose(facts, link, planned(), workers=workers, ps=ps, chief=chief)

@@ -128,9 +128,6 @@ def load(name_or_file: str | os.PathLike[str]) -> types.ModuleType:
         name_or_file: An entry's name, e.g. `"all_reduce"`, or the path of a
             `.py` file that defines `strategy()`.
 
-    Returns:
-        The module.
-
     Raises:
         ValueError: If there is no such entry, or it defines no `strategy()`.
     """
@@ -149,9 +146,6 @@ def find(name_or_file: str | os.PathLike[str]) -> pathlib.Path:
 
     Args:
         name_or_file: As for `load`.
-
-    Returns:
-        A `pathlib.Path`.
 
     Raises:
         ValueError: If there is no such entry; the message lists those there are.

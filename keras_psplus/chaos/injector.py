@@ -37,7 +37,6 @@ class Injector:
     ```
 
     Args:
-        events: List of `spec.Event`.
         log: Function that takes a line of progress.
     """
 

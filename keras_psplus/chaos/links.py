@@ -15,7 +15,6 @@ class LinkFaults:
     Delays add up, and a link is up when no cut is left.
 
     Args:
-        network: A `netlab.Lab`.
         tasks: Names of the tasks, in the order of the network's hosts.
     """
 

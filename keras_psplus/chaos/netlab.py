@@ -61,7 +61,6 @@ class Hosts:
         """Starts a command on a host.
 
         Args:
-            rank: The host's.
             argv: The command, a list of strings.
             core: The processor core it has to stay on; None for any.
             env: Dict of environment variables beside this process's own.
@@ -103,7 +102,6 @@ class Lab(Hosts):
     ```
 
     Args:
-        hosts: Number of hosts.
         delay: Seconds that each packet takes from host to host; 0 for what the machine takes.
         racks: Number of racks, among which hosts are divided in order.
         uplink: Bits per second of each rack's link to the others, both ways; None for no limit.
@@ -183,7 +181,6 @@ class Lab(Hosts):
         """Cuts a host off from all others, or ends that.
 
         Args:
-            rank: The host's.
             up: Whether its link is there. Does nothing once the lab has ended.
         """
         with self._lock:
@@ -194,7 +191,6 @@ class Lab(Hosts):
         """Sets how much longer all that a host sends to the others is to take.
 
         Args:
-            rank: The host's.
             seconds: The delay. Does nothing once the lab has ended.
 
         Raises:

@@ -96,11 +96,7 @@ def _message(kind: int, flags: int, queue: int, *attributes: tuple[int, bytes]) 
 
 
 class _Queue:
-    """The packets that wait in a queue of the namespace this process is in.
-
-    Args:
-        number: The queue's.
-    """
+    """The packets that wait in a queue of the namespace this process is in."""
 
     def __init__(self, number: int) -> None:
         self.delay, self._number = 0.0, number

@@ -68,7 +68,6 @@ def parse(text: str, tasks: Sequence[str]) -> list[Event]:
     ```
 
     Args:
-        text: The text.
         tasks: Names of the cluster's tasks.
 
     Returns:

@@ -21,7 +21,6 @@ def main(argv: list[str], checkout: str | os.PathLike[str] = _CHECKOUT) -> int:
 
     Args:
         argv: Arguments after `bench`, passed on.
-        checkout: The checkout's folder.
 
     Returns:
         The lab's exit code; 2 if it is not there.

@@ -53,7 +53,6 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     """Returns the documents of a job, as YAML.
 
     Args:
-        options: The parsed flags.
         command: The script, in the image, and its arguments.
 
     Raises:

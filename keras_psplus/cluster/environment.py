@@ -54,7 +54,6 @@ def plan_tasks(
     ```
 
     Args:
-        workers: Number of workers.
         ps: Number of parameter servers.
         chief: Whether there is a chief beside the workers.
         hosts: Addresses for the tasks in order (chief, workers, ps), the port

@@ -60,7 +60,6 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
 
     Args:
         gpus: Names of the GPUs.
-        workers: Number of workers.
         per_worker: Number of GPUs of each; by default as many as there are for each.
 
     Returns:

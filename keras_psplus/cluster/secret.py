@@ -6,11 +6,7 @@ import json
 
 
 class Secret:
-    """A job's token.
-
-    Args:
-        token: Text.
-    """
+    """A job's token."""
 
     def __init__(self, token: str) -> None:
         self._key = hashlib.sha256(b"keras_psplus job token " + token.encode()).digest()

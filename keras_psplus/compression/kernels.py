@@ -25,7 +25,6 @@ def encode(
     """Equivalent of `compressor.encode`, by one kernel if there is one.
 
     Args:
-        compressor: `Compressor`.
         tensor: Floating tensor of static shape.
         state: What `init` or the last step returned.
         step: int64 scalar.

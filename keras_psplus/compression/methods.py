@@ -8,9 +8,6 @@ from keras_psplus.compression.error_feedback import ErrorFeedback
 def each(compressor: Compressor | None) -> list[Compressor]:
     """The compressors that a compressor chooses between.
 
-    Args:
-        compressor: `Compressor` or None.
-
     Returns:
         List of `Compressor`s: those of a `ByVariable`, otherwise itself.
     """

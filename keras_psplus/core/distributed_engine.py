@@ -73,7 +73,8 @@ class DistributedEngine(StrategyEngine):
         bound = inspect.signature(call.original).bind(model, *call.args, **call.kwargs)
         arguments = bound.arguments
         checks.check_compile_arguments(
-            self.strategy, model, arguments, self.can_run_eagerly, self.can_compile
+            *(self.strategy, model, arguments),
+            *(self.can_run_eagerly, self.can_compile, self.jit_blocks),
         )
         jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called
@@ -92,7 +93,6 @@ class DistributedEngine(StrategyEngine):
         """Compiler of the calls in a new function of a model; None without XLA.
 
         Args:
-            model: The model.
             step: The step that the function takes, such as `model.train_step`.
         """
         is_asked_for, number = model in self._ask_for_xla, self.jit_blocks
@@ -131,7 +131,6 @@ class DistributedEngine(StrategyEngine):
         """Traces a step that makes variables, and runs nothing of it.
 
         Args:
-            model: The model.
             step: Its `train_step` or `test_step`.
             batch_spec: Type specification of a batch.
         """

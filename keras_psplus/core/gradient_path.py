@@ -27,6 +27,7 @@ import tensorflow as tf
 from keras_psplus.core.base import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import Variable, ops
 from keras_psplus.tables import local, row_variable
+from keras_psplus.updates.values import numbers_of
 
 if TYPE_CHECKING:
     import keras
@@ -95,8 +96,7 @@ def update_variables(call: Call) -> None:
 
 def check_finite(call: Call) -> tf.Tensor:
     """Whether gradients are finite, of rows too, of which Keras would make whole tables."""
-    grads = [g.values if isinstance(g, tf.IndexedSlices) else g for g in call.get("grads")]
-    return call.engine.collective(call.changed(grads=grads))
+    return call.engine.collective(call.changed(grads=numbers_of(call.get("grads"))))
 
 
 def build_optimizer(call: Call) -> None:

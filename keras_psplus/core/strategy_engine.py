@@ -18,7 +18,7 @@ from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.data import data_position
-from keras_psplus.core.jobs import epoch_times, epoch_votes
+from keras_psplus.core.jobs import epoch_times
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
@@ -160,9 +160,6 @@ class StrategyEngine(Engine):
     def data_position(self, iterator: Any) -> Any:
         """Position in the data to save, beside the numbers of batches and epochs.
 
-        Args:
-            iterator: Keras's epoch iterator.
-
         Returns:
             What can be turned into JSON.
         """
@@ -172,7 +169,6 @@ class StrategyEngine(Engine):
         """Brings an epoch iterator, which has begun to iterate, to where training goes on.
 
         Args:
-            iterator: Keras's epoch iterator.
             epochs: How many epochs come before.
             batches: How many batches of the present epoch do.
             position: What `data_position` has returned there.
@@ -241,7 +237,7 @@ class StrategyEngine(Engine):
         self.progress.epoch, self.progress.batch = event.get("epoch") + 1, 0
         with self.progress.collecting():
             event.proceed()
-        all_times = epoch_votes.exchange(self.control, event.owner, self._times.packed())
+        all_times = epoch_times.exchange(self.control, event.owner, self._times.packed())
         epoch_times.compare(all_times, event.get("epoch") + 1, self.strategy.is_chief)
 
     # Variables.

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 def graph_of(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
     """Writes a dataset out as a `GraphDef`.
 
-    Args:
-        dataset: `tf.data.Dataset`.
-
     Raises:
         tf.errors.OpError: If the dataset cannot be written out.
         ValueError: If it is larger than a `GraphDef` can be.

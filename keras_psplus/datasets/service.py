@@ -144,9 +144,6 @@ def description(found: Sequence[Reader]) -> str:
 def check_rows_came(dataset: tf.data.Dataset) -> None:
     """Raises for an epoch without batches, if an exhausted job may be the reason.
 
-    Args:
-        dataset: `tf.data.Dataset`.
-
     Raises:
         ValueError: If the dataset reads from a job of the service that has a name.
     """
@@ -161,11 +158,7 @@ def check_rows_came(dataset: tf.data.Dataset) -> None:
 
 
 def warn_of_restart(found: Sequence[Reader]) -> None:
-    """Warns if a job's name does not show that the training has been started again.
-
-    Args:
-        found: List of `Reader`s.
-    """
+    """Warns if a job's name does not show that the training has been started again."""
     restart = os.environ.get(RESTART_VARIABLE, "0")
     old = sorted({r.job_name for r in found if r.job_name and restart not in r.job_name})
     if restart != "0" and old:

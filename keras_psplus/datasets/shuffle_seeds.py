@@ -36,7 +36,6 @@ def seed_shuffles(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Returns the dataset with every unseeded source of order seeded.
 
     Args:
-        dataset: `tf.data.Dataset`.
         seed: Python int, equal on all workers.
 
     Returns:
@@ -64,7 +63,6 @@ def serialize(dataset: tf.data.Dataset, seed: int, epoch: int = 0) -> bytes:
     """Writes a dataset out as a graph that yields one order wherever it is read.
 
     Args:
-        dataset: `tf.data.Dataset`.
         seed: Python int, what unseeded shuffles are seeded with.
         epoch: Number of the pass over the data: shuffles that reshuffle each time have another
             order in each.

@@ -25,7 +25,6 @@ def problem_of(path: str, expected: str) -> str | None:
     """Checks a file against its digest.
 
     Args:
-        path: Its path.
         expected: `digest_of_file` when it was written.
 
     Returns:
@@ -51,11 +50,7 @@ def from_json(text: str | bytes, must_have_digest: bool = False) -> dict[str, An
     """Reads what `to_json` has made, or any dict without a digest.
 
     Args:
-        text: The text, or its bytes.
         must_have_digest: Whether a dict without one is refused.
-
-    Returns:
-        The dict.
 
     Raises:
         ValueError: If it is no dict, or its digest is another.

@@ -18,7 +18,6 @@ def translated(
 
     Args:
         message: Function of the reason, as TensorFlow or the system gives it.
-        errors: The errors of files.
 
     Raises:
         OSError: In their place.

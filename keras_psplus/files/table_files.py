@@ -193,10 +193,6 @@ def write_list(directory: str, content: dict[str, Any]) -> None:
 def read_list(directory: str, name: str = LIST) -> dict[str, Any] | None:
     """Contents of a folder, a dict, or None if it is incomplete.
 
-    Args:
-        directory: The folder.
-        name: The list's name there.
-
     Raises:
         ValueError: If it is damaged, or another version of the library has written it.
     """

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.backup.backup_tables import BackupTables
-from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch, row_gradients
@@ -185,7 +185,7 @@ class HybridEngine(AllReduceEngine):
         tables, dense = row_gradients.split(variables)
         if not tables:
             return super().reduce(optimizer, grads, variables)
-        step = current_step()
+        step = MirroredReplicaStep.current()
         if step is not None:
             # Servers sum what all workers send.
             split = self._split(grads)

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.base import duplicate_rows
-from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.tables import prefetch
@@ -103,7 +103,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
         # Of a row that does not count, nothing is read.
-        step, wanted = step_module.current_step(), unique
+        step, wanted = MirroredReplicaStep.current(), unique
         if step is not None:
             wanted = step.rows_if_any(unique)
         ahead, rows = prefetch.current_lookahead(), None
@@ -133,7 +133,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         Returns:
             float32 matrix with a row for each key.
         """
-        table, step = variable.table, step_module.current_step()
+        table, step = variable.table, MirroredReplicaStep.current()
         unique, positions = tf.unique(keys)
         ready = []
         if self._barrier is not None and distribute_lib.get_replica_context() is not None:
@@ -154,7 +154,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
 
     def _cache(self, table: Table) -> RowCache | None:
         """The cache of a table in a step that may use it, or None."""
-        step = step_module.current_step()
+        step = MirroredReplicaStep.current()
         return None if step is None or step.engine.evaluates else self.row_caches.of(table)
 
     def _read(
@@ -248,7 +248,9 @@ class HybridExtended(MultiWorkerMirroredExtended):
         if key not in self._flushes:
 
             def flush() -> None:
-                step_module.current_step().recording = False
+                step = MirroredReplicaStep.current()
+                assert step is not None
+                step.recording = False
                 for table in waiting:
                     cache, optimizer = self.row_caches.of(table), table.optimizer
                     assert cache is not None and optimizer is not None
@@ -291,13 +293,13 @@ class HybridExtended(MultiWorkerMirroredExtended):
     def _note(self, answers: list[tf.Tensor]) -> None:
         if self._barrier is not None:
             self._barrier.note_pushed(answers)
-            step = step_module.current_step()
+            step = MirroredReplicaStep.current()
             if step is not None:
                 step.has_pushed = True
 
 
 def _passed(barrier: Barrier) -> tf.Tensor:
-    step = step_module.current_step()
+    step = MirroredReplicaStep.current()
     if step is None or not step.has_pushed:
         return barrier.passed()
     # A step of the user's own that looks up what it has updated.

@@ -22,7 +22,6 @@ class Hook:
 
     Attributes:
         owner: The class or module that has it.
-        name: Its name there.
         parameters: Names of its parameters that are relied on, in order.
         find: Function of one of its arguments that returns the engine to ask, or None. None for
             what a module changes on objects of its own.

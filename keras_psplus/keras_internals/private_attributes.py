@@ -34,7 +34,6 @@ def has(owner: Any, name: str) -> bool:
 
     Args:
         owner: Class or module.
-        name: Name of the attribute.
     """
     if hasattr(owner, name):
         return True

@@ -97,9 +97,6 @@ def is_built() -> bool:
 def opened(library: pathlib.Path) -> int:
     """Opens a library that `build` has found, and checks again what was opened.
 
-    Args:
-        library: Its path.
-
     Returns:
         Descriptor of the open file.
 

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base import duplicate_rows
-from keras_psplus.core.base.optimizers import variables_of_apply
+from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import losses
-from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted
@@ -29,10 +28,16 @@ from keras_psplus.parameter_server.data import chief_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.state.worker_state import ServedState
+from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
-from keras_psplus.parameter_server.tracing import local_copies, traffic, worker_function
+from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
+from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
+from keras_psplus.parameter_server.tracing.worker_function import (
+    ClosureVariable,
+    current_trace,
+    is_on_ps,
+)
 from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import server_side
 from keras_psplus.parameter_server.updates import worker_updates
@@ -40,7 +45,7 @@ from keras_psplus.updates import Accumulate
 
 
 class ParameterServerEngine(DistributedEngine):
-    """For a chief that sends steps to workers."""
+    """Engine of a chief that sends steps to workers."""
 
     can_run_eagerly, can_compile = False, True
     compiled_function = ServedFunction
@@ -49,13 +54,13 @@ class ParameterServerEngine(DistributedEngine):
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         # While results are wanted in the order of the data.
-        self._in_order = False
+        self._keeps_order = False
         # The callbacks of the `fit` that a model is in.
         self._callbacks: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
 
-    @functools.cached_property
-    def worker_state(self) -> ServedState:
-        return ServedState(self._context.extended.worker_states, self._context.scheduler.join)
+    @property
+    def worker_state(self) -> WorkerStates:
+        return self._context.extended.worker_states
 
     @property
     def updating(self) -> worker_updates.WorkerUpdates:
@@ -81,8 +86,9 @@ class ParameterServerEngine(DistributedEngine):
         except (ParameterServerLostError, WorkersLostError):
             raise  # no step will ever come back
         except BaseException as error:
-            if isinstance(error, SystemExit) and error.code not in (None, 0):
-                self.strategy._note_failure()
+            chief = self.strategy._chief
+            if chief is not None and isinstance(error, SystemExit) and error.code not in (None, 0):
+                chief.note_failure()
             # Or the next call would begin with what this one had counted.
             for function in list(context.functions):
                 with contextlib.suppress(Exception):
@@ -103,11 +109,11 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("predict", "predict_on_batch")
     def _predict(self, call: Call) -> Any:
-        outer, self._in_order = self._in_order, call.name == "predict"
+        outer, self._keeps_order = self._keeps_order, call.name == "predict"
         try:
             return self._evaluate(call)
         finally:
-            self._in_order = outer
+            self._keeps_order = outer
 
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> Any:
@@ -130,7 +136,7 @@ class ParameterServerEngine(DistributedEngine):
         of_workers = chief_data.take_apart(context.num_workers, call.kwargs)
         iterator = epochs.make_without_data(call)
         worker_data = chief_data.on_workers(
-            context, iterator.data_adapter, self._in_order, of_workers, seed_for
+            context, iterator.data_adapter, self._keeps_order, of_workers, seed_for
         )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element
@@ -205,17 +211,18 @@ class ParameterServerEngine(DistributedEngine):
     @answers("assign", "numpy")
     def _wait_and_proceed(self, call: Call) -> Any:
         # From a callback, for example: steps that were sent before come before.
-        if worker_function.current_trace() is None and tf.executing_eagerly():
-            if reports.is_closure_variable(call.owner._value):
+        variable = call.owner._value
+        if current_trace() is None and tf.executing_eagerly():
+            if isinstance(variable, ClosureVariable):
                 self._context.drain()
-            elif reports.on_ps(call.owner._value) and self._context.scheduler.is_busy:
+            elif is_on_ps(variable) and self._context.scheduler.is_busy:
                 self._context.scheduler.join()
         return call.proceed()
 
     @answers("assign_add", "assign_sub")
     def _change(self, call: Call) -> Any:
         own = call.owner._value
-        is_shared = reports.on_ps(own) or reports.is_closure_variable(own)
+        is_shared = self._context.extended.has_made(own)
         if stateless_scope.in_stateless_scope() or not is_shared or tf.executing_eagerly():
             return call.proceed()
         # Keras reads, adds and writes: another worker's step in between would be lost.
@@ -224,7 +231,7 @@ class ParameterServerEngine(DistributedEngine):
 
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
-        return not is_other and reports.on_ps(variable._value)
+        return not is_other and is_on_ps(variable._value)
 
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:
@@ -235,9 +242,9 @@ class ParameterServerEngine(DistributedEngine):
     # Optimizers.
 
     def gradient(self, call: Call) -> Any:
-        step = current_step()
-        is_alone = step is None or self.strategy.num_workers == 1
-        if is_alone or not losses.is_by_variables(call):
+        step = WorkerReplicaStep.current()
+        is_alone = self.strategy.num_workers == 1 or not losses.is_by_variables(call)
+        if step is None or is_alone:
             return losses.gradient(call)
         if step.is_inside:
             # What leaves a function, or is computed row by row, counts when it is handed over.
@@ -246,14 +253,14 @@ class ParameterServerEngine(DistributedEngine):
         return losses.note_gradients(call, losses.gradient(call), step, step.note)
 
     def apply(self, call: Call) -> Any:
-        strategy, step, optimizer = self.strategy, current_step(), call.owner
+        strategy, step, optimizer = self.strategy, WorkerReplicaStep.current(), call.owner
         grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
         if self._is_on_worker and strategy.updates is not None and not worker_updates.applying_flag:
             variables = variables_of_apply(optimizer, strategy.updates, grads, trainable_variables)
             updating = self._context.updating
             if variables is not None and updating.take(optimizer, list(grads), variables):
                 return None
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         known = inner._trainable_variables if trainable_variables is None else trainable_variables
         if step is not None and len(grads):
             return step.hand_over(optimizer, list(grads), list(known))

@@ -16,7 +16,7 @@ from keras_psplus.parameter_server.placement.balance import Placement, Shard
 from keras_psplus.parameter_server.state import worker_tables
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, is_on_ps
 from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_device
 from keras_psplus.parameter_server.transport.pushes import Pushes
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable, current_shard
@@ -62,7 +62,12 @@ def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
 
 
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
-    """Additional APIs of `keras_psplus.ParameterServerStrategy`."""
+    """Additional APIs of `keras_psplus.ParameterServerStrategy`.
+
+    Attributes:
+        worker_states: State of compressors and `updates` on the workers.
+        pushes: Sender of gradients to the parameter servers.
+    """
 
     def __init__(
         self,
@@ -77,10 +82,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         partitioner = None if self._cuts_evenly else variable_partitioner
         super().__init__(strategy, cluster_resolver, partitioner)
         self._creating: ThreadValue[tuple[str, str | None, Any]] = ThreadValue()
-        self._placement = Placement(ps_weights, cuts_finely)
-        self._compressors = compressors
-        self._worker_states = WorkerStates(self._num_workers)
-        self._pushes = Pushes(compressors, self._worker_states)
+        self.placement = Placement(ps_weights, cuts_finely)
+        self.compressors = compressors
+        self.worker_states = WorkerStates(self._num_workers)
+        self.pushes = Pushes(compressors, self.worker_states)
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
 
@@ -99,34 +104,9 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         workers = sorted(spec.task for spec in found if spec.job == "worker")
         self._num_gpus_per_worker = gpus_per_worker(gpus, workers)
 
-    @property
-    def bytes_on_ps(self) -> list[int]:
-        """Bytes of variables on each parameter server, in order."""
-        return self._placement.bytes_on_ps
-
-    @property
-    def placement(self) -> Placement:
-        """Placement of variables on parameter servers."""
-        return self._placement
-
-    @property
-    def compressors(self) -> Compressors:
-        """The compressors of gradients and values."""
-        return self._compressors
-
-    @property
-    def worker_states(self) -> WorkerStates:
-        """State of compressors on the workers."""
-        return self._worker_states
-
-    @property
-    def pushes(self) -> Pushes:
-        """Sender of gradients to the parameter servers."""
-        return self._pushes
-
     def has_made(self, variable: tf.Variable) -> bool:
         """Whether a variable is one of this strategy's."""
-        return isinstance(variable, ClosureVariable) or "/job:ps/" in (variable.device or "")
+        return isinstance(variable, ClosureVariable) or is_on_ps(variable)
 
     def creating(
         self, name: str, kind: str | None, shape: tf.TensorShape | Sequence[int] | None = None
@@ -206,7 +186,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         is_trained = kwargs.get("trainable") is not False
         if self._cuts_evenly:
             path, *_ = self._creating() or ("",)
-            return self._placement.cut(shape, dtype, is_trained, path.endswith(_TABLE))
+            return self.placement.cut(shape, dtype, is_trained, path.endswith(_TABLE))
         if is_of_checkpoint or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
             return None
         # TensorFlow would send it whole.
@@ -288,12 +268,12 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # them on another.
         is_trained = kwargs.get("trainable") is not False
         if ps is None:
-            ps = self._placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
+            ps = self.placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
         with ops.colocate_with(None, ignore_existing=True):
             with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
                 variable = next_creator(**kwargs)
         size = variable.shape.num_elements() * variable.dtype.size
-        self._placement.add(ps, size, is_trained)
+        self.placement.add(ps, size, is_trained)
         self._variable_count += 1
         return variable
 

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.core.base.metric_state import accumulates
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.placement import shard_sizes
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.tracing.worker_function import is_on_ps
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable
 
@@ -40,16 +41,6 @@ def _is_state(variable: keras.Variable) -> bool:
         and (dtype.is_floating or dtype.is_integer)
         and math.prod(variable.shape) <= _LARGEST_STATE
     )
-
-
-def on_ps(variable: tf.Variable) -> bool:
-    """Whether a variable of TensorFlow's lies on a parameter server."""
-    return "/job:ps/" in (getattr(variable, "device", None) or "")
-
-
-def is_closure_variable(variable: tf.Variable) -> bool:
-    """Whether a variable of TensorFlow's goes with each closure, and is kept by the chief."""
-    return isinstance(variable, ClosureVariable)
 
 
 def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
@@ -92,9 +83,7 @@ def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Mode
 
 def warn_of_whole_tensors(model: keras.Model) -> None:
     """Warns once of an optimizer that needs whole tensors of a sharded variable."""
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    name = type(optimizer).__name__
+    name = type(unwrapped(getattr(model, "optimizer", None))).__name__
     is_cut = any(isinstance(v._value, ShardedVariable) for v in model.trainable_variables)
     if name in _NEED_WHOLE_TENSORS and is_cut:
         warn_once(
@@ -106,4 +95,4 @@ def warn_of_whole_tensors(model: keras.Model) -> None:
 
 def _parts(variable: keras.Variable) -> list[tf.Variable]:
     """A variable's shards, or itself, if they lie on parameter servers."""
-    return [part for part in parts_of(variable._value) if on_ps(part)]
+    return [part for part in parts_of(variable._value) if is_on_ps(part)]

@@ -115,7 +115,6 @@ class Servers:
 
     Args:
         spec: Dict from jobs to lists of addresses.
-        task: The chief's `TaskConfig`, or None.
         protocol: TensorFlow's name of how tasks talk to one another.
         absent: Numbers of the workers that are not there.
 

@@ -11,15 +11,14 @@ import tensorflow as tf
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import renamed, seconds
-from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.communication import Communication
-from keras_psplus.core.base import checks, strategy_text
+from keras_psplus.core.base import checks
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
-from keras_psplus.core.state.state_dicts import StateDicts
+from keras_psplus.core.strategy_base import StrategyBase
 from keras_psplus.parameter_server import modes, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
 
 
-class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy):
+class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrategy):
     """Training with variables on parameter servers, for `model.fit` of Keras 3.
 
     One script in every task of a cluster with a `chief`, `worker` and `ps` tasks. In `worker` and
@@ -210,10 +209,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             self._mode.window(bool(overlap)),
             absent,
         )
+        self.extended.worker_states.finish_steps = scheduler.join
         if is_elastic:
             servers.let_workers_leave(scheduler.queue, members)
-        progress = Progress(leads=True)
-        stalls.Inspector(stall_warning, StallProbe(scheduler.queue, progress, spec).look)
+        self._progress = Progress(leads=True)
+        stalls.Inspector(stall_warning, StallProbe(scheduler.queue, self._progress, spec).look)
         self._context = StepContext(
             strategy=self,
             extended=self.extended,
@@ -224,24 +224,11 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
             scheduler=scheduler,
             attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
             totals=totals,
-            progress=progress,
+            progress=self._progress,
         )
         kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
         self._context.updating = kind(self._context, updates)
         live_strategies.note(self, in_cluster=self._task is not None)
-
-    def __repr__(self) -> str:
-        return strategy_text.describe(self, self._task, **self._options)
-
-    @property
-    def engine(self) -> ParameterServerEngine:
-        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
-        return self._engine
-
-    @property
-    def task(self) -> TaskConfig | None:
-        """`keras_psplus.cluster.TaskConfig` of this process; None if a resolver was given."""
-        return self._task
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -249,19 +236,9 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         return self._cluster_resolver
 
     @property
-    def is_chief(self) -> bool:
-        """Whether this process writes checkpoints and logs: only the chief comes to ask."""
-        return True
-
-    @property
     def num_workers(self) -> int:
         """Number of workers that take steps."""
         return self._num_workers
-
-    @property
-    def progress(self) -> Progress:
-        """Progress of the chief, a `keras_psplus.cluster.monitor.progress.Progress`."""
-        return self._context.progress
 
     @property
     def mode(self) -> str:
@@ -307,15 +284,6 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         """Training steps of each worker in the present epoch, or the last."""
         return [self._context.steps_by_worker[worker] for worker in range(self._num_workers)]
 
-    @property
-    def communication(self) -> Communication:
-        """Communication costs of training, a `keras_psplus.communication.Communication`.
-
-        Bytes of gradients and reads in `fit`, `evaluate` and `predict` on all workers are counted
-        when a result returns to the chief.
-        """
-        return self._communication
-
     def finish_updates(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it still has: sums of gradients, or changes.
 
@@ -334,8 +302,3 @@ class ParameterServerStrategy(StateDicts, tf.distribute.ParameterServerStrategy)
         """
         checks.check_has_updates(self.updates)
         self._context.updating.finish(optimizer)
-
-    def _note_failure(self) -> None:
-        """Notes that the script is about to end with an exit code of failure."""
-        if self._chief is not None:
-            self._chief.note_failure()

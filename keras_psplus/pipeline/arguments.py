@@ -41,7 +41,6 @@ def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1
     Args:
         patterns: What `check_stages` has returned.
         count: Number of workers or devices.
-        pipelines: Number of pipelines.
 
     Raises:
         ValueError: If there is not.

@@ -28,7 +28,7 @@ from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 
 
 class PipelineEngine(DistributedEngine):
-    """For a chief that traces steps over the devices of all stages."""
+    """Engine of a chief that traces steps over the devices of all stages."""
 
     can_run_eagerly, can_compile = False, True
     exports_copies = True
@@ -156,8 +156,8 @@ class PipelineEngine(DistributedEngine):
 
     @answers("assign")
     def _assign(self, call: Call) -> Any:
-        step, variable = current_step(), call.owner
-        if isinstance(step, PipelineStep) and step.is_replaying:
+        step, variable = PipelineStep.current(), call.owner
+        if step is not None and step.is_replaying:
             return call.get("value")  # It was given that before.
         self.context.variables.ensure(variable)
         self._settle_for(variable)
@@ -174,33 +174,33 @@ class PipelineEngine(DistributedEngine):
 
     @answers("next_seed")
     def _next_seed(self, call: Call) -> tf.Tensor:
-        step = current_step()
-        return step.next_seed(call.proceed) if isinstance(step, PipelineStep) else call.proceed()
+        step = PipelineStep.current()
+        return call.proceed() if step is None else step.next_seed(call.proceed)
 
     @answers("call_layer")
     def _call_layer(self, call: Call) -> Any:
-        return current_step().call(call.original, call.owner, call.args, call.kwargs)
+        step = current_step()
+        assert isinstance(step, (PipelineStep, costs.Recorder))
+        return step.call(call.original, call.owner, call.args, call.kwargs)
 
     @answers("run_graph")
     def _run_graph(self, call: Call) -> Any:
-        step = current_step()
-        return step.run_graph(call) if isinstance(step, PipelineStep) else call.proceed()
+        step = PipelineStep.current()
+        return call.proceed() if step is None else step.run_graph(call)
 
     # Gradients and optimizers: those of the whole batch, as in one process.
 
     def gradient(self, call: Call) -> Any:
-        step = current_step()
-        if isinstance(step, costs.Recorder):
-            return step.gradient(call.get("sources"))
-        return call.proceed()
+        recorder = costs.Recorder.current()
+        return call.proceed() if recorder is None else recorder.gradient(call.get("sources"))
 
     def apply(self, call: Call) -> Any:
         optimizer, grads = call.owner, call.get("grads")
         trainable_variables = call.get("trainable_variables")
-        step = current_step()
-        if isinstance(step, costs.Recorder):
+        step, recorder = PipelineStep.current(), costs.Recorder.current()
+        if recorder is not None:
             known = optimizer._trainable_variables if optimizer.built else []
-            step.applied.append((optimizer, list(trainable_variables or known)))
+            recorder.applied.append((optimizer, list(trainable_variables or known)))
             return None
         if step is None or step.updates is None:
             return call.proceed()

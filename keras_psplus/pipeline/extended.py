@@ -15,7 +15,6 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
     """Additional APIs of `PipelineStrategy`.
 
     Args:
-        strategy: `PipelineStrategy`.
         devices: Names of the devices of the first pipeline's stages.
         all_devices: Names of the devices of all pipelines' stages.
         host: Name of the chief's device, which reads the data.

@@ -17,11 +17,7 @@ _LOOK_SECONDS = 1.0
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on the chief.
-
-    Args:
-        strategy: `PipelineStrategy`.
-    """
+    """Probe of `stalls.Inspector` on the chief."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__("chief-0", strategy.progress)
@@ -47,7 +43,6 @@ class Watch:
     channel finds that out.
 
     Args:
-        strategy: `PipelineStrategy`.
         timeout: Seconds for which a worker may not answer.
     """
 

@@ -18,11 +18,10 @@ from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor
-from keras_psplus.core.base.strategy_text import describe
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.plan import plan_request
-from keras_psplus.core.state.state_dicts import StateDicts
+from keras_psplus.core.strategy_base import StrategyBase
 from keras_psplus.pipeline import arguments, startup
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.context import PipelineContext
@@ -36,7 +35,7 @@ from keras_psplus.pipeline.stalls import StallProbe, Watch
 from keras_psplus.pipeline.wire.traffic import PipelineTraffic
 
 
-class PipelineStrategy(StateDicts, tf.distribute.Strategy):
+class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
     """Trains a model in stages, for `model.fit` of Keras 3.
 
     One script in every task of a cluster with a `chief` and one `worker` for each stage (of each
@@ -194,24 +193,6 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         )
         return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
 
-    def __repr__(self) -> str:
-        return describe(self, self._task, **self._options)
-
-    @property
-    def engine(self) -> PipelineEngine:
-        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
-        return self._engine
-
-    @property
-    def task(self) -> TaskConfig | None:
-        """`keras_psplus.cluster.TaskConfig` of this process; None without a cluster."""
-        return self._task
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes checkpoints and logs: only the chief comes to ask."""
-        return True
-
     @property
     def num_stages(self) -> int:
         """Number of stages."""
@@ -248,21 +229,6 @@ class PipelineStrategy(StateDicts, tf.distribute.Strategy):
         return self._activation_compression
 
     @property
-    def progress(self) -> Progress:
-        """Progress of the chief, a `keras_psplus.cluster.monitor.progress.Progress`."""
-        return self._progress
-
-    @property
     def updates(self) -> None:
         """None: all stages step at each batch."""
         return None
-
-    @property
-    def communication(self) -> Communication:
-        """Communication between stages and pipelines."""
-        return self._communication
-
-    def _note_failure(self) -> None:
-        """Notes that the script is about to end with an exit code of failure."""
-        if self._chief is not None:
-            self._chief.note_failure()

@@ -46,9 +46,6 @@ def choose(
         facts: What was measured of the model; None if nothing was.
         link: `Cluster` with the links; its numbers of tasks do not count.
         entries: Dict from the names of the catalogue's entries to their traits.
-        workers: Number of `worker` tasks.
-        ps: Number of `ps` tasks.
-        chief: Whether there is a chief.
 
     Raises:
         NoPlanError: If more than one entry can be taken, and `facts` is None.

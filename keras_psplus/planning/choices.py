@@ -23,7 +23,6 @@ class Facts:
     """Measurements of a model in one process.
 
     Attributes:
-        model: Its name.
         batch_rows: Rows of the script's batches.
         rows: Rows of one worker's.
         step_ms: Milliseconds of a step with one worker's.
@@ -97,7 +96,6 @@ class Choice:
         loses: As of `Traits.loses`.
         needs: Number of things that a plainer entry has not: servers, weights or state in shares.
         speedup: How many times as fast as one worker on the same rows.
-        prediction: `cost_model.Prediction`.
     """
 
     entry: str
@@ -226,9 +224,6 @@ def choose(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Cho
         entries: Dict from the names of the catalogue's entries to their traits.
         cluster: What to plan for; its hosts are taken to have the processor that was measured.
             Without ps, entries that need them are left out.
-
-    Returns:
-        `Choices`.
     """
     found = [
         predict(name, traits, facts, cluster)
@@ -245,8 +240,6 @@ def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choic
     """Predicts the costs of one entry.
 
     Args:
-        entry: Its name.
-        traits: Its traits.
         facts: What was measured.
         cluster: As of `choose`.
     """

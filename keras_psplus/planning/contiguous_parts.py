@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def contiguous_parts(
@@ -12,7 +13,6 @@ def contiguous_parts(
     """Partition that minimizes the cost of its most expensive part.
 
     Args:
-        count: Number of elements.
         parts: Number of parts, none of which is empty; at most `count`.
         cost: Function of the number of a part, its first element and one past its last.
 
@@ -22,8 +22,7 @@ def contiguous_parts(
     Example:
 
     ```python
-    sizes = [4, 1, 1, 4]
-    contiguous_parts(4, 2, lambda part, first, end: sum(sizes[first:end]))  # [(0, 2), (2, 4)]
+    contiguous_parts(4, 2, summed([4, 1, 1, 4]))  # [(0, 2), (2, 4)]
     ```
     """
     # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
@@ -41,6 +40,12 @@ def contiguous_parts(
         found.append((first, end))
         end = first
     return found[::-1]
+
+
+def summed(costs: Sequence[float]) -> Callable[[int, int, int], float]:
+    """Cost function for `contiguous_parts` of parts that cost the sum of their elements."""
+    sums = [0.0, *itertools.accumulate(costs)]
+    return lambda part, first, end: sums[end] - sums[first]
 
 
 def part_numbers(parts: list[tuple[int, int]]) -> list[int]:

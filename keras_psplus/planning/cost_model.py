@@ -57,7 +57,6 @@ class Cluster:
     """Cluster that a plan is made for.
 
     Attributes:
-        workers: Number of workers.
         ps: Number of parameter servers.
         bits_per_second: Of each task's link, each way; None for no limit.
         delay_ms: From host to host.

@@ -26,7 +26,6 @@ class Variable:
     """A trained variable whose gradient is dense.
 
     Attributes:
-        shape: Its shape.
         factor_rows: Rows of the two matrices that one worker's gradient is the product of; None if
             it is no such product.
     """
@@ -45,7 +44,6 @@ class Table:
     """A trained table of which a step looks up some rows.
 
     Attributes:
-        rows: Number of rows.
         dim: Numbers in a row.
         touched: Dict from numbers of batches of one worker to the distinct rows in them.
     """
@@ -122,7 +120,6 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
     Args:
         traits: How it trains.
         work: What there is to send.
-        workers: Number of workers.
     """
     if traits.path == "alone":
         return Flows()
@@ -156,7 +153,6 @@ def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[
     Args:
         traits: How it trains.
         work: What there is to send.
-        workers: Number of workers.
         ps: Number of parameter servers, which share evenly.
 
     Returns:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
@@ -152,7 +152,7 @@ class ShardedEngine(AllReduceEngine):
         return [places[optimizer._get_variable_index(v)] for v in variables]
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        places, step = self._placed(optimizer, variables), current_step()
+        places, step = self._placed(optimizer, variables), MirroredReplicaStep.current()
         grads, count = list(grads), range(len(grads))
         in_rows = {i for i in count if isinstance(grads[i], tf.IndexedSlices)}
         known = {i for i in count if step is not None and id(variables[i]) in step.whole}

@@ -38,7 +38,6 @@ class PartExchange:
         route: Way of rows between the workers that share.
         bucket_bytes: Size in bytes at which a bucket is sent.
         compressors: Of gradients, and of the new values' changes; or None.
-        states: `ReplicaStates` of the compressors.
         between: Hop between the workers of several groups that have the same parts, where gradients
             are compressed then; None if one group has all workers.
     """
@@ -74,17 +73,15 @@ class PartExchange:
 
         Args:
             tensors: Gradients of static shapes.
-            variables: Their Keras variables.
-            cuts: Their layouts.
             numbers: Numbers of the variables, the same in each step.
             step: int64 scalar, the same on all workers.
         """
         parts: list[Any] = [None] * len(tensors)
         compressors = [compressor_of(self._of_gradients, v) for v in variables]
-        sent, done = list[tf.Tensor](), list[tf.Tensor]()
+        sent, order = list[tf.Tensor](), gradients.HopOrder()
         for own in self._buckets(tensors, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with gradients.behind(done):
+            with order.waiting():
                 rows = shards.rows_of([tensors[i] for i in own], of_own)
             if compressor is None:
                 row = self._route.scatter(rows)
@@ -94,7 +91,7 @@ class PartExchange:
                 rows = gradients.after(sent, tf.cast(rows, tf.float32))
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
-            done.append(row)
+            order.end([row])
             found = shards.shards_of(row, of_own)
             for i, part in zip(own, self.sum_between(found, [variables[i] for i in own], step)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
@@ -108,16 +105,15 @@ class PartExchange:
         """Gives mirrored variables what the workers have made of their parts.
 
         Args:
-            parts: This worker's parts.
             numbers: Numbers of their variables, the same in each step.
             step: int64 scalar, the same on all workers.
         """
         variables, cuts = [part.variable for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
-        done: list[tf.Tensor] = []
+        order = gradients.HopOrder()
         for own in self._buckets(parts, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with gradients.behind(done):
+            with order.waiting():
                 if compressor is None:
                     row = shards.row_of([parts[i].value() for i in own])
                     rows = self._route.gather(row)
@@ -126,7 +122,7 @@ class PartExchange:
                     rows = self._gather(compressor, row, [numbers[i] for i in own], step)
                     rows = self._route.gather_within(tf.cast(rows, parts[own[0]].dtype))
             wholes = shards.wholes_of(rows, of_own)
-            done.append(wholes[-1])
+            order.end([wholes[-1]])
             for i, whole in zip(own, wholes):
                 value = variables[i]._value
                 assign = value.assign if compressor is None else value.assign_add

@@ -47,7 +47,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
             topology = FLAT
         super().set_topology(topology)
         self._order = None
-        if isinstance(topology, Topology) and self._levels:
+        if isinstance(topology, Topology) and self.levels:
             self._order = ranks_by_place(topology)
 
     @property
@@ -63,12 +63,12 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     def store(self) -> ShareStore:
         """All variables in shares."""
         if self._store is None:
-            assert self._control is not None
+            assert self.control is not None
             self._store = ShareStore(
                 self.route,
                 self.host_launcher,
                 self.take_group_keys(1 + self._num_workers),
-                self._control,
+                self.control,
                 self._id_in_cluster,
                 self._container_strategy().progress,
                 self.sharing_workers,
@@ -97,8 +97,8 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     @property
     def route(self) -> Route:
         """Way of rows between these workers."""
-        if self._order and self._levels:
-            within, between, *_ = self._levels[0]
+        if self._order and self.levels:
+            within, between, *_ = self.levels[0]
             assert between is not None
             return Route(between.launcher, between.place, between.size, within)
         workers = self.sharing_workers

@@ -15,7 +15,6 @@ class AxisCut(NamedTuple):
 
     Attributes:
         shape: Static shape of the tensor.
-        axis: Number of the axis.
         number: Number of parts.
     """
 

@@ -41,7 +41,6 @@ class OptimizerPlan:
 
     Args:
         optimizer: A Keras optimizer that is built.
-        workers: Number of workers.
 
     Attributes:
         places: List of `Place`, one for each of its variables.
@@ -83,7 +82,6 @@ class OptimizerPlan:
         """Table of what each worker keeps of the optimizer.
 
         Args:
-            optimizer: The optimizer.
             names: Names of the workers, in rank order.
             places: Their places among those that share a variable.
         """

@@ -47,14 +47,10 @@ class ShareStore:
         route: Way of rows between the workers that share a variable, for steps.
         host: Collectives between the workers' hosts, which the thread's resemble.
         group_key: The first of the group keys of the thread's collectives: one, and one a worker.
-        control: The control plane.
-        rank: Rank of this worker.
-        progress: `Progress` of this process.
         group: Ranks of the workers that share a variable with this one, in the order of their
             parts; None for all.
 
     Attributes:
-        route: The argument.
         rank: Place of this worker among those that share a variable.
         workers: Number of those.
     """
@@ -99,7 +95,6 @@ class ShareStore:
         """Registers a variable; returns its number.
 
         Args:
-            variable: The `variable.ShareVariable`.
             form: Its shape and dtype, as text that must be equal on all workers.
             name: Its name, for messages.
         """

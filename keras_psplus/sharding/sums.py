@@ -20,7 +20,6 @@ class OwnerLayout:
     Args:
         shapes: Static shapes of the tensors.
         owners: Their owners' ranks.
-        workers: Number of workers.
     """
 
     def __init__(

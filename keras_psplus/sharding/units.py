@@ -30,6 +30,7 @@ from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
+from keras_psplus.updates.values import numbers_of
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.topology.part_routes import Route
@@ -50,7 +51,6 @@ class UnitCall:
 
     Args:
         weights: The unit's `WeightShare`s, each once.
-        inputs: Tensors that it is called with.
         number: Number of the call in its step.
     """
 
@@ -184,7 +184,6 @@ class Units:
         Args:
             weights: Its weights, each once.
             proceed: Function that makes the call.
-            of_layer: Call of the layer.
         """
         calls = self._calls.setdefault(current_step(), [])
         given = tree.flatten((of_layer.args, of_layer.kwargs))
@@ -234,7 +233,7 @@ class Units:
         """Gathers weights once more, as the gradients of a unit's outputs have come."""
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
-        backward, reasons = self._backwards[-1], _tensors(grads)
+        backward, reasons = self._backwards[-1], numbers_of(grads)
         calls = self._calls.get(current_step(), [call])
         for one in reversed(calls[max(0, call.number - _AHEAD) : call.number + 1]):
             may = one.graph is call.graph and one.is_recorded and not one.is_stale
@@ -338,8 +337,3 @@ def reaches(home: tf.Graph) -> bool:
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
-
-
-def _tensors(grads: Iterable[Any]) -> list[tf.Tensor]:
-    """Tensors of gradients, which may be `tf.IndexedSlices`."""
-    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads]

@@ -14,7 +14,7 @@ from keras_psplus.all_reduce.step.broadcast import WIDER
 from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
-from keras_psplus.tf_internals.composite_variable import CompositeVariable
+from keras_psplus.tf_internals.composite_variable import WrittenVariable
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -28,17 +28,14 @@ _PIECE_BYTES = 4 << 20
 in_update = ThreadFlag()
 
 
-class ShareVariable(CompositeVariable):
+class ShareVariable(WrittenVariable):
     """A variable of which each worker keeps a part; whole outside of updates.
 
     Its memory is allocated when it is first used: an optimizer has all of its variables by then,
     and it is known whether they can be cut.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         shape: Static shape of the whole.
-        dtype: Its `tf.DType`.
-        name: Its name.
         find_place: Function without arguments that returns its `places.Place`.
         initial: Function of that place and the shape of the part; returns the part's first value.
         trainable: Whether tapes watch it.
@@ -208,32 +205,15 @@ class ShareVariable(CompositeVariable):
         shape = tf.TensorShape(getattr(value, "shape", None))
         return shape.rank is not None and shape == self._whole_shape != self.part.shape
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign", value)
-
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign_sub", delta)
-
-    # Rows of gradients that are `tf.IndexedSlices`, in an update.
-
-    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.written.scatter_add(sparse_delta)
-
-    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.written.scatter_sub(sparse_delta)
-
-    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self.written.scatter_update(sparse_delta)
+    def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
+        # Rows of gradients, in an update.
+        return getattr(self.written, method)(slices)
 
 
-class TensorVariable(CompositeVariable):
+class TensorVariable(WrittenVariable):
     """A tensor that an update changes as a variable, without memory.
 
     Args:
-        value: Its first value.
         mirrored: The variable of TensorFlow's that it stands for.
     """
 
@@ -249,35 +229,24 @@ class TensorVariable(CompositeVariable):
     def value(self) -> tf.Tensor:
         return self._now
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._now = tf.cast(value, self.dtype)
+    def _write(self, method: str, value: Any) -> None:
+        value = tf.cast(value, self.dtype)
+        if method == "assign_add":
+            value = self._now + value
+        elif method == "assign_sub":
+            value = self._now - value
+        self._now = value
 
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> None:
-        self._now = self._now + tf.cast(delta, self.dtype)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> None:
-        self._now = self._now - tf.cast(delta, self.dtype)
-
-    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
-        self._scatter(tf.tensor_scatter_nd_add, sparse_delta)
-
-    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
-        self._scatter(tf.tensor_scatter_nd_sub, sparse_delta)
-
-    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> None:
-        self._scatter(tf.tensor_scatter_nd_update, sparse_delta)
-
-    def _scatter(self, function: Callable[..., Any], slices: tf.IndexedSlices) -> None:
-        self._now = function(self._now, slices.indices[:, tf.newaxis], slices.values)
+    def _scatter(self, method: str, slices: tf.IndexedSlices) -> None:
+        scatter = getattr(tf, f"tensor_scatter_nd_{method.removeprefix('scatter_')}")
+        self._now = scatter(self._now, slices.indices[:, tf.newaxis], slices.values)
 
 
 class ParameterPart(TensorVariable):
     """This worker's part of a mirrored variable in an update.
 
     Args:
-        variable: Keras variable of the model.
         place: Its `places.Place`, which is cut.
-        rank: Rank of this worker.
     """
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:

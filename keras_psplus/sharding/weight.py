@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.graph.variable_read import record_read
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
@@ -25,7 +25,6 @@ class PartOfWeight(ShareVariable):
     In a step, its graph reads the whole of it, or layers compute with parts.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         place: `places.Place` of its parts.
         variable: The Keras variable whose value this is.
     """
@@ -69,7 +68,6 @@ class WeightShare(PartOfWeight):
     """A weight of which each worker keeps a part, gathered for a step's units.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         read: Function of a weight that returns the whole of it, in the graph of a step.
         note_write: Function of a weight that such a graph is about to change.
         variable: The Keras variable whose value this is.
@@ -108,7 +106,6 @@ class WholeWeight(TensorVariable):
     """The whole value of a weight in shares, in an update.
 
     Args:
-        weight: The `WeightShare`.
         value: Its value, gathered.
     """
 

@@ -27,7 +27,6 @@ class ModelGroup:
 
     Args:
         launcher: `operations.Launcher` of this worker in its row.
-        place: Place of this worker in it.
         size: Number of its workers.
     """
 

@@ -16,7 +16,6 @@ class LocalPart:
     """This worker's part of a whole tensor.
 
     Attributes:
-        tensor: The part.
         axis: Axis along which the whole is cut.
         has_loss: Whether a loss is computed of parts, and needs no whole.
     """
@@ -36,7 +35,6 @@ class LateGathers:
     """Wholes of one graph, each with what stands for it until the trace ends.
 
     Args:
-        graph: The graph.
         gather: Function of a part and an axis that returns the whole.
         note: Function that is called with a whole whose loss is computed of parts, and the name
             of an operation for which it is gathered all the same.
@@ -76,8 +74,6 @@ def _used(
     """Operations of whose values the graph's outputs or its state depend.
 
     Args:
-        graph: The graph.
-        outputs: Its outputs.
         parts: By operations that stand for wholes, parts on which these will depend.
     """
     pending = [op for op in graph.get_operations() if op.op_def.is_stateful]

@@ -50,7 +50,6 @@ class LayerCalls:
         """Calls a layer.
 
         Args:
-            call: The call of `Layer.__call__`.
             proceed: Function that makes it.
         """
         layer = call.owner

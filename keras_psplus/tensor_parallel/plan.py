@@ -53,7 +53,6 @@ class Layouts:
     """Axes along which weights are cut.
 
     Args:
-        layout_map: `keras.distribution.LayoutMap`.
         grid: `mesh.Grid` of the workers.
     """
 
@@ -64,10 +63,6 @@ class Layouts:
 
     def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
         """Axis along which a weight is cut; None if it is on every worker.
-
-        Args:
-            path: Its path.
-            shape: Its shape.
 
         Raises:
             ValueError: If its layout does not fit it.
@@ -123,8 +118,6 @@ def describe(model: Any, layouts: Layouts, unused: Sequence[str], grid: Grid) ->
     """Table of what each worker keeps of a model's weights.
 
     Args:
-        model: The model.
-        layouts: Its `Layouts`.
         unused: Patterns that match no weight.
         grid: The workers' places.
     """

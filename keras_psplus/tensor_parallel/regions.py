@@ -72,7 +72,6 @@ class Regions:
         """Output of a layer of a local tensor: its activation, and the whole of it.
 
         Args:
-            local: The tensor.
             axis: Axis along which it is cut.
             activation: The layer's activation, or None.
             group: The workers that have the other parts.

@@ -22,10 +22,8 @@ class CutWeight(PartOfWeight):
     Layers compute with its part, or gather it.
 
     Args:
-        store: The strategy's `store.ShareStore`.
         read: Function of a weight that returns the whole of it, in the graph of a step.
         variable: The Keras variable whose value this is.
-        axis: The axis.
     """
 
     def __init__(

@@ -16,11 +16,8 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
     `assign` and `sparse_read`.
 
     Args:
-        trainable: Whether it is trained.
         shape: Its whole shape.
-        dtype: Its type.
         unique_id: Of all variables.
-        name: Its name.
     """
 
     def __init__(
@@ -80,6 +77,36 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         return self.value()[key]
+
+
+class WrittenVariable(CompositeVariable):
+    """A composite variable that an update can write to, by values or by rows."""
+
+    def _write(self, method: str, value: Any) -> Any:
+        """Answers `assign`, `assign_add` or `assign_sub`."""
+        raise NotImplementedError
+
+    def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
+        """Answers `scatter_add`, `scatter_sub` or `scatter_update`."""
+        raise NotImplementedError
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign", value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_add", delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._write("assign_sub", delta)
+
+    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        return self._scatter("scatter_update", sparse_delta)
 
 
 tensor_conversion_registry.register_tensor_conversion_function(

@@ -29,7 +29,6 @@ class Accumulation(ReplicaUpdates):
 
     Args:
         steps: Batches for each update.
-        context: `base.Context`.
     """
 
     def __init__(self, steps: int, context: Context) -> None:

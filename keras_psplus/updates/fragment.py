@@ -27,10 +27,7 @@ class Fragment:
     """Averages what one replica's variables have changed by, and steps along the mean.
 
     Args:
-        policy: The rule.
-        states: `States` of the replica.
         name: What tells it from others of the same optimizer.
-        variables: List of Keras variables.
         outer: Outer optimizer, or None to take the mean as it is.
         sums: Function of tensors, Keras variables, a round and whether to compress, that sums
             over replicas.
@@ -192,11 +189,7 @@ def assign_to_fragments(
     """Divides variables into fragments of about equal size.
 
     Args:
-        variables: List of Keras variables.
         number: How many fragments.
-
-    Returns:
-        List of lists of variables.
     """
     fragments: list[list[keras.Variable]] = [[] for _ in range(number)]
     sizes = [0] * number

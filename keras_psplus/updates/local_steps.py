@@ -17,7 +17,6 @@ class LocalSteps(ReplicaUpdates):
     """Applies a replica's own gradients of some variables, and has fragments of them averaged.
 
     Args:
-        policy: The rule.
         context: `base.Context`, whose parts are the fragments.
     """
 

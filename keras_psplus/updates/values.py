@@ -1,6 +1,7 @@
 """The numbers of a gradient, whether it is dense or has rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -30,3 +31,8 @@ def map_values(
         values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return None if gradient is None else function(gradient)
+
+
+def numbers_of(gradients: Iterable[Any]) -> list[Any]:
+    """Tensors with the numbers of gradients, which may be `tf.IndexedSlices`."""
+    return [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]

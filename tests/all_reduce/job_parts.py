@@ -10,7 +10,7 @@ def compress(strategy, compressor, bucket_bytes=3000, topology=FLAT):
     """Gives a strategy other compressors, as a process has one strategy, and counts anew."""
     extended = strategy.extended
     extended._hops = compressors_per_hop(compressor, topology)
-    extended._bucket_bytes = bucket_bytes
+    extended.bucket_bytes = bucket_bytes
     extended.set_topology(topology)
 
 

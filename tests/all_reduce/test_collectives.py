@@ -240,7 +240,7 @@ def test_collectives_of_nccl_are_launched_in_order(monkeypatch):
     monkeypatch.setattr(operations.Launcher, "_on_cpu", False)
     launcher = launcher_of_two("/device:CPU:0", "NCCL")
     of_others = launcher_of_two("/device:CPU:0", "NCCL", key=2)
-    of_others.share_order(launcher)
+    of_others.serialize_with(launcher)
     ring = launcher_of_two("/device:CPU:0")
 
     @tf.function(input_signature=[LONG])

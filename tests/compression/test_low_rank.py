@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
-from keras_psplus.compression.factors.gram_schmidt import gram_schmidt
+from keras_psplus.compression.factors.low_rank import gram_schmidt
 from tests.compression.common import few, round_trip
 
 

@@ -30,7 +30,6 @@ def all_reduce(
 
     Args:
         tensor: Tensor of one shape on all replicas.
-        replicas: Their number.
         reduce: All-reduce of a tensor of another dtype.
         all_to_all: Exchange of rows, one for each replica.
         gather: Concatenation of the replicas' tensors along axis 0.

@@ -48,15 +48,35 @@ def after(operations: Sequence[tf.Operation | tf.Tensor], tensor: tf.Tensor) -> 
         return tf.identity(tensor)
 
 
-def behind(done: Sequence[tf.Tensor]) -> AbstractContextManager[Any]:
-    """Context of a bucket's operations, which wait until few buckets are under way.
+class HopOrder:
+    """Limits the number of concurrent sends along one hop, of a ring or a topology.
 
-    Gradients are ready long before a slow link has sent them: their copies would all be in memory.
+    Sends wait for earlier ones, so that what is sent first arrives first. Gradients are ready long
+    before a slow link has sent them: else their copies would all be in memory. All replicas of a
+    hop have to send in the same order.
 
     Args:
-        done: A tensor of each bucket before that one, which is there when the bucket has come.
+        at_once: Maximum number of concurrent sends.
     """
-    return tf.control_dependencies(done[-_UNDER_WAY : 1 - _UNDER_WAY])
+
+    def __init__(self, at_once: int = _UNDER_WAY) -> None:
+        self._at_once = at_once
+        self._arrived: list[list[tf.Tensor]] = []
+
+    def _before(self) -> list[tf.Tensor]:
+        return self._arrived[-self._at_once] if len(self._arrived) >= self._at_once else []
+
+    def wait(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns `tensors`, made to wait for earlier sends on the hop."""
+        return [after(self._before(), tensor) for tensor in tensors]
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        """Context of operations that wait for earlier sends on the hop."""
+        return tf.control_dependencies(self._before())
+
+    def end(self, tensors: list[tf.Tensor]) -> None:
+        """Marks the last send as complete; `tensors` are its results."""
+        self._arrived.append(tensors)
 
 
 def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
@@ -66,9 +86,6 @@ def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
         tensor: Tensor of static shape.
         size: Bytes that each piece is to have at least.
         multiple: Number that their length is a multiple of.
-
-    Returns:
-        List of vectors.
     """
     elements = tensor.shape.num_elements()
     count = min(max(1, int(elements * tensor.dtype.size // size)), _MOST_PIECES)
@@ -85,7 +102,6 @@ def buckets(
     """Groups items of one key, closing a bucket once it is full.
 
     Args:
-        items: List of items.
         key: Function of an item: only items with equal keys share a bucket.
         size: Function of an item: its size in bytes.
         bucket_bytes: Size at which a bucket is full.

@@ -31,8 +31,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import size_classes
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 # A collective of one lane may still be finishing on a slow peer while a fast one starts the next of
 # the same lane: keys in turn keep the two apart.
@@ -58,9 +58,7 @@ class InstanceKeys:
         self.counters: dict[Any, tf.Variable] = {}
         self._orders: dict[Any, tf.Variable] = {}
         self._slots: dict[tuple[int, int], str] = {}
-        self._launched: weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._launched = weakref.WeakKeyDictionary[tf.Graph, dict[Any, int]]()
         self._signature: tuple[Any, ...] | None = None
         self._lane = 0
         self._size_class: tf.Tensor | None = None
@@ -159,8 +157,5 @@ def _kept(
 ) -> tf.Variable:
     """The variable of a name in a dict, made of zeros at first."""
     if name not in variables:
-        with ops.init_scope(), ops.device(device):
-            variables[name] = resource_variable_ops.ResourceVariable(
-                tf.zeros(shape, dtype), trainable=False
-            )
+        variables[name] = made_outside(lambda: tf.zeros(shape, dtype), device)
     return variables[name]

@@ -240,7 +240,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         parts = tf.split(tensor, self._group_size)
         return tf.concat([parts[i] for i in order], 0)
 
-    def share_order(self, other: Launcher) -> None:
+    def serialize_with(self, other: Launcher) -> None:
         """Has the collectives of two groups of one GPU follow each other.
 
         Those of NCCL run on one stream: replicas that began them in different orders would wait for

@@ -18,8 +18,6 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
     """A dataset with the `Shards` of one worker for every step of an epoch.
 
     Args:
-        adapter: Keras's `ArrayDataAdapter`.
-        world: `batches.World` of the worker.
         seed: Int, equal on all workers; each epoch draws another order from it.
     """
     rows, batch_size = adapter._num_samples, adapter._batch_size

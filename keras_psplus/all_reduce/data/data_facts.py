@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus import text_table
 from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
     py_dataset_adapter,
@@ -96,10 +97,6 @@ def _batch_size(dataset: tf.data.Dataset) -> int | None:
 def differences(all_facts: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     """Describes differences between the workers' data.
 
-    Args:
-        all_facts: List of the workers' dicts of facts.
-        names: List of the workers' names.
-
     Returns:
         Text such as `"worker-0: rows=40; worker-1, worker-2: rows=75"`, empty if nothing does.
     """
@@ -109,7 +106,11 @@ def differences(all_facts: Sequence[dict[str, Any]], names: Sequence[str]) -> st
     for name, facts in zip(names, all_facts, strict=True):
         part = ", ".join(f"{key}={facts[key]}" for key in differing if key in facts)
         who_has.setdefault(part, []).append(name)
-    return "; ".join(f"{_list(having)}: {part}" for part, having in who_has.items() if part)
+    return "; ".join(
+        f"{text_table.listed(having, _NAMES_SHOWN)}: {part}"
+        for part, having in who_has.items()
+        if part
+    )
 
 
 def check_batch_sizes(
@@ -122,9 +123,6 @@ def check_batch_sizes(
 
     Args:
         kinds: List of the workers' kinds of data.
-        all_facts: List of the workers' dicts of facts.
-        names: List of the workers' names.
-        task: `TaskConfig` of this process.
 
     Raises:
         ValueError: If batch sizes differ. It is raised on every worker.
@@ -150,7 +148,6 @@ def check_same_in_rows(
     Args:
         ranks: Ranks of the workers among those that divide batches.
         data: List of the workers' kinds of data and dicts of facts.
-        names: List of the workers' names.
 
     Raises:
         ValueError: If the data of two such workers differ. It is raised on every worker.
@@ -163,8 +160,3 @@ def check_same_in_rows(
                 "the same data: give every worker the whole dataset, from which each takes its "
                 f"rows. Received: {data[first]} and {data[worker]}"
             )
-
-
-def _list(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

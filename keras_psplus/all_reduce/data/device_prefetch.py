@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data.array_data import as_it_is
+from keras_psplus.all_reduce.data.elements import dataset_of
 from keras_psplus.core.batch import batches
 
 
@@ -14,17 +15,12 @@ def on_devices(
     """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device.
 
     Args:
-        strategy: The strategy.
         dataset: `tf.data.Dataset` of `Shards`, of as many elements on all workers.
     """
 
     @as_it_is
     def parts(shards: batches.Shards) -> tf.data.Dataset:
-        pieces = [tf.data.Dataset.from_tensors(batch.with_text()) for batch in shards.replicas]
-        whole = pieces[0]
-        for piece in pieces[1:]:
-            whole = whole.concatenate(piece)
-        return whole
+        return dataset_of(batch.with_text() for batch in shards.replicas)
 
     # The tuple keeps `flat_map` from taking the shards themselves apart.
     dataset = tf.data.Dataset.zip((dataset,)).flat_map(parts).prefetch(tf.data.AUTOTUNE)

@@ -1,5 +1,7 @@
 """Elements of datasets: forms that TensorFlow can distribute, and their specifications."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -72,6 +74,12 @@ def batch_spec_of_shards(dataset: tf.data.Dataset) -> Any:
         return leaf
 
     return tf.nest.map_structure(relax, spec)
+
+
+def dataset_of(parts: Iterable[Any]) -> tf.data.Dataset:
+    """A dataset of some elements."""
+    each = [tf.data.Dataset.from_tensors(part) for part in parts]
+    return functools.reduce(lambda whole, piece: whole.concatenate(piece), each)
 
 
 def local_spec(spec: Any) -> Any:

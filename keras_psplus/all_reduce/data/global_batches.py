@@ -18,7 +18,6 @@ class GlobalBatches(NamedTuple):
     """Global batches, or one worker's rows of them.
 
     Attributes:
-        dataset: `tf.data.Dataset`.
         cut: Function of the parts of an element, and of `pads`, that returns `Shards`.
         spec: Type specification of a global batch.
         how: What is said of them.
@@ -35,7 +34,6 @@ def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline
 
     Args:
         dataset: `tf.data.Dataset`, or None for data of other kinds.
-        world: `World` of the worker.
 
     Returns:
         `Pipeline`, or why each worker has to map all rows; empty if it has no others.
@@ -50,8 +48,6 @@ def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> Global
     """Batches that every worker puts together from all rows, as one process does.
 
     Args:
-        dataset: `tf.data.Dataset`.
-        world: `World` of the worker.
         reason: Why, for the log; may be empty.
     """
     spec = dataset.element_spec
@@ -70,8 +66,6 @@ def of_own_rows(
     """Batches of which every worker maps its own rows only.
 
     Args:
-        pipeline: `Pipeline` of the dataset.
-        world: `World` of the worker.
         seed: Int, equal on all workers, that unseeded shuffles are given.
     """
     own_rows = batches.OwnRows(world, pipeline.batch_size, pipeline.is_even)

@@ -37,7 +37,6 @@ def with_next(dataset: tf.data.Dataset, distance: int = 1) -> tf.data.Dataset:
     """Puts a `BatchAndNext` in the place of each batch, or of each batch of `Shards`.
 
     Args:
-        dataset: `tf.data.Dataset`.
         distance: How many elements later a replica's next batch comes.
     """
     # In optionals, elements of any structure and size can be handed on, and be missing. `scan`

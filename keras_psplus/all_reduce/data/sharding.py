@@ -77,16 +77,11 @@ def distribute(
     """Shares a data adapter's data out over the replicas of all workers.
 
     Args:
-        strategy: The strategy.
-        adapter: Keras's data adapter.
         seed_for: Function of the seed that new data would get, which returns the one to use; what
             it says on the first worker counts.
         reads_ahead: Whether each batch comes as a `BatchAndNext`, where it can.
         steps: Steps of an epoch that the script has set, or None.
         steps_per_execution: Steps that the iterator is read in at once.
-
-    Returns:
-        `Distributed`.
 
     Raises:
         ValueError: If the workers' data cannot be parts of one training.
@@ -142,7 +137,6 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     They come in the order of `distribute`, unless the script or a service decides it.
 
     Args:
-        adapter: Keras's data adapter.
         seed: What decides the order.
 
     Returns:
@@ -242,11 +236,7 @@ def _until_all_end(given: _Given, of_dataset: GlobalBatches) -> Distributed:
     def parts(*batch: Any) -> tf.data.Dataset:
         # Their rows are counted later, when all replicas have them.
         shards = of_dataset.cut(*batch, pads=False)
-        pieces = [tf.data.Dataset.from_tensors(part.data) for part in shards.replicas]
-        whole = pieces[0]
-        for piece in pieces[1:]:
-            whole = whole.concatenate(piece)
-        return whole
+        return elements.dataset_of(part.data for part in shards.replicas)
 
     dataset = elements.with_any_batch_size(of_dataset.dataset)
     dataset = elements.to_tuple(dataset).flat_map(parts)

@@ -57,7 +57,6 @@ class Silence:
         """Notes who did not answer.
 
         Args:
-            silent: Names.
             asked: When they were asked.
             now: What time it is.
 
@@ -82,8 +81,10 @@ class HeartbeatWatch:
     tells the others, who may not ask that one.
 
     Args:
-        task: `TaskConfig` of this process.
         timeout: Seconds without an answer after which a worker counts as dead.
+
+    Attributes:
+        lost: Names of the workers that count as dead.
     """
 
     def __init__(self, task: TaskConfig, timeout: float) -> None:
@@ -95,14 +96,9 @@ class HeartbeatWatch:
         }
         self._asks_some = is_large(len(workers))
         self._answer = min(_LONGEST_ANSWER_SECONDS, timeout / 8)
-        self._lost: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
 
     _asks = staticmethod(is_silent)
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """Names of the workers that count as dead."""
-        return self._lost
 
     def start(self, progress: Progress) -> None:
         """Begins to ask.
@@ -119,7 +115,7 @@ class HeartbeatWatch:
         silence = Silence(self._timeout, self._answer)
         entered: int | None = None
         with concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, len(places))) as pool:
-            while not self._lost:
+            while not self.lost:
                 time.sleep(self._answer / 4)
                 before, entered = entered, progress.entered
                 asked = time.monotonic()
@@ -133,11 +129,11 @@ class HeartbeatWatch:
                     silent = [name for name, is_so in zip(places, answers) if is_so]
                 dead = silence.note(silent, asked, time.monotonic())
                 if dead:
-                    self._lost = tuple(dead)
+                    self.lost = tuple(dead)
                     self._end(max(dead.values()))
 
     def _end(self, span: float) -> None:
-        named = ", ".join(f"{name} ({self._addresses[name]})" for name in self._lost)
+        named = ", ".join(f"{name} ({self._addresses[name]})" for name in self.lost)
         cause = f"no answer for {span:.0f} s, with heartbeat_timeout={self._timeout:g}"
         message = failure.LOST + failure.lost_message(named, self._task.name, cause)
         logger.warning("%s", message.removeprefix(failure.LOST))

@@ -26,13 +26,7 @@ _ASK_SECONDS = 0.5
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on a worker.
-
-    Args:
-        task: `TaskConfig` of this process.
-        progress: `Progress` of this process.
-        marks: `StepMarks` of this process.
-    """
+    """Probe of `stalls.Inspector` on a worker."""
 
     def __init__(self, task: TaskConfig, progress: Progress, marks: StepMarks) -> None:
         super().__init__(task.name, progress)

@@ -21,8 +21,8 @@ from keras_psplus.cluster.monitor.connections import PeerConnections
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.trace import Span, TraceRecorder
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 # Small numbers, so that sums of many keep microseconds.
 _ORIGIN = time.time()
@@ -57,7 +57,6 @@ class StepClock:
         """Starts to measure.
 
         Args:
-            task: `TaskConfig` of this process.
             progress: Progress of this process, whose `times` are this clock's.
             meets: Function without arguments that returns the seconds in collectives up to now.
         """
@@ -133,14 +132,13 @@ class StepClock:
 
         Args:
             moment: `ARRIVED` or `DONE`.
-            tensors: List of tensors.
         """
         # Others than `fit` and `evaluate` also take steps, and do not say when they call them.
         if not self.measures or not self._is_called:
             return
         with ops.device("CPU:0"):
             if self._sums is None:
-                self._sums = _zeros()
+                self._sums = made_outside(lambda: tf.zeros([2], tf.float64))
             with tf.control_dependencies(tensors):
                 now = tf.timestamp() - _ORIGIN
             zero = tf.zeros([], tf.float64)
@@ -205,8 +203,3 @@ def _spans(
         Span(trace.COLLECTIVE, met[0], met[1]),
         Span(trace.UPDATE, met[1], done),
     ]
-
-
-def _zeros() -> tf.Variable:
-    with ops.init_scope(), ops.device("CPU:0"):
-        return resource_variable_ops.ResourceVariable(tf.zeros([2], tf.float64), trainable=False)

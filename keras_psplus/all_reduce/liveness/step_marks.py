@@ -11,8 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness.step_clock import ARRIVED, DONE, StepClock
-from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.core.graph.variables import made_outside
 
 TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its batch"
 
@@ -66,8 +65,5 @@ class StepMarks:
 
     def _of(self, device: str) -> tf.Variable:
         if device not in self._counts:
-            with ops.init_scope(), ops.device(device):
-                self._counts[device] = resource_variable_ops.ResourceVariable(
-                    tf.zeros([2], tf.int64), trainable=False
-                )
+            self._counts[device] = made_outside(lambda: tf.zeros([2], tf.int64), device)
         return self._counts[device]

@@ -36,9 +36,6 @@ def watch(
     """Starts a thread that checks whether a step waits for a stopped worker.
 
     Args:
-        control: `ControlPlane` of this process.
-        progress: `Progress` of this process.
-        marks: `StepMarks` of this process.
         takes_steps_alone: Whether workers may take steps without waiting for the others.
     """
     args = control, progress, marks, takes_steps_alone

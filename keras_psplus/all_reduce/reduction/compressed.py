@@ -6,6 +6,7 @@ makes gradients ready, so that the first bucket travels while the rest is comput
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2).
 """
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,14 +19,14 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
 from keras_psplus.all_reduce.reduction import factor_sums, route_choice, routes, row_routes
-from keras_psplus.all_reduce.reduction.compressors import check_compressor
-from keras_psplus.all_reduce.reduction.identity import IDENTITY
+from keras_psplus.all_reduce.reduction.compressors import IDENTITY, check_compressor
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.updates.values import numbers_of
 
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 
@@ -34,9 +35,6 @@ class CompressedSum:
     """Sums the gradients of one optimizer on one replica.
 
     Args:
-        launcher: `operations.Launcher` of the replica.
-        rank: The replica's rank.
-        replicas: Number of replicas.
         compressor: `Compressor`, with error feedback where it is wanted, or None.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
@@ -79,7 +77,7 @@ class CompressedSum:
         if self._timed:
             pairs = zip(variables, grads)
             products = [_product(self.compressor_of(v, g), g) or g for v, g in pairs]
-            self.traffic_variables.time(tf.nest.flatten(_leaves(products)), _leaves(summed))
+            self.traffic_variables.time(tf.nest.flatten(numbers_of(products)), numbers_of(summed))
         return summed
 
     def sum_and_count(
@@ -99,7 +97,7 @@ class CompressedSum:
         summed = list(grads)
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if not isinstance(g, tf.IndexedSlices)]
-        sent, done = list[tf.Tensor](), list[tf.Tensor]()
+        sent, order = list[tf.Tensor](), gradients.HopOrder()
         # Of forms: a route is chosen without the gradient.
         forms = {i: (compressors[i], grads[i].shape, grads[i].dtype) for i in dense}
         alone = {i: route_choice.route(*forms[i], i) for i in dense}
@@ -118,9 +116,10 @@ class CompressedSum:
             # Processors that encode this one before the last is on its way leave the link idle.
             bucket = bucket._replace(tensors=[gradients.after(sent, t) for t in bucket.tensors])
             options = {"most_rows": most_rows} if route == "factors" else {}
-            with gradients.behind(done if route == "sum" else []):
+            with order.waiting() if route == "sum" else contextlib.nullcontext():
                 totals, counted, *own = getattr(self, f"_{route}")(bucket, step, **options)
-            sent, done = own or sent, [*done, totals[-1]]
+            sent = own or sent
+            order.end([totals[-1]])
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
@@ -328,10 +327,6 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 def _int64(number: int) -> tf.Tensor:
     return tf.constant(number, tf.int64)
-
-
-def _leaves(tensors: Iterable[Any]) -> list[Any]:
-    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
 
 
 def _product(compressor: Compressor | None, gradient: Gradient) -> OuterProduct | None:

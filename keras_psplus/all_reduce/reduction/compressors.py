@@ -1,6 +1,10 @@
 """Compressors that gradients can be all-reduced with."""
 
+from __future__ import annotations
+
 from typing import Any
+
+import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.compression import methods
@@ -33,7 +37,6 @@ def check_rows(compressor: compression.Compressor, gathers: bool = False) -> com
     """Returns a compressor that can encode the rows that workers exchange with `shard`.
 
     Args:
-        compressor: `Compressor`.
         gathers: Whether they are of values that layers compute with.
 
     Raises:
@@ -72,3 +75,25 @@ def check_compressor(compressor: compression.Compressor) -> None:
             "and not `is_linear`, `exchange` and `wire_bytes`. "
             f"Received: compression={compressor!r}, without `{method}`"
         )
+
+
+class IdentityCompressor(compression.Compressor):
+    """Sends a tensor as it is, together with others that are compressed."""
+
+    reducible = True
+
+    def encode(
+        self, tensor: tf.Tensor, state: Any, step: tf.Tensor
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
+        return (tensor,), state
+
+    def decode(
+        self, payload: tuple[tf.Tensor, ...], shape: Any, dtype: tf.DType, step: tf.Tensor
+    ) -> tf.Tensor:
+        return payload[0]
+
+    def wire_bytes(self, shape: Any, dtype: tf.DType, step: int | None = None) -> int:
+        return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+
+
+IDENTITY = IdentityCompressor()

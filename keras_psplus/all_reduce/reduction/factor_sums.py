@@ -41,9 +41,6 @@ def sum_of_outer_products(
     """Sums a matrix that each replica has as a product.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        replicas: Number of replicas.
-        compressor: `compression.SufficientFactors`.
         product: `compression.factors.outer_products.OuterProduct` of this replica.
         most: Rows of the replica that has the most, of `most_rows`.
         shape: Static shape of the matrix.

@@ -44,9 +44,7 @@ class MirroredState(WorkerState):
         super().__init__()
         self._devices, self._world, self._control, self._task = devices, world, control, task
         self._is_kept, self._momenta = is_kept, momenta
-        self._of_owner: weakref.WeakKeyDictionary[Any, list[ReplicaStates]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_owner = weakref.WeakKeyDictionary[Any, list[ReplicaStates]]()
         self._others: dict[str, Any] = {}
 
     def states_of(self, owner: Any) -> list[ReplicaStates]:

@@ -19,9 +19,6 @@ class ReplicaStates:
     They are made when they are first asked for, which may be inside a `tf.function` or a branch.
     Values that were loaded before are given to them then.
 
-    Args:
-        device: Device of the replica.
-
     Attributes:
         variables: Dict from names to variables, also those of `within`.
         waiting: Values of variables that are not made yet.
@@ -72,9 +69,6 @@ class ReplicaStates:
             shape: Its shape; the number of rows may be None, and is 0 at first.
             dtype: Its dtype.
             on_host: Whether it is on the host, and not on the replica's device.
-
-        Returns:
-            The variable.
         """
         with ops.init_scope(), ops.device("CPU:0" if on_host else self._device):
             zeros = tf.zeros([size or 0 for size in tf.TensorShape(shape).as_list()], dtype)

@@ -22,8 +22,6 @@ def route(
     """The route that sums such a gradient.
 
     Args:
-        compressor: Its compressor, or None.
-        shape, dtype: Its form.
         number: Number of the gradient, which no other one has.
         averages: Whether there are gradients that are averaged on their way.
 

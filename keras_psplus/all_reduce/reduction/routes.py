@@ -41,13 +41,8 @@ def total(
     """Sums tensors by adding up payloads of stateless, linear compressors.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
         compressors: List of reducible compressors that are `is_linear`.
-        tensors: List of tensors.
         step: int64 scalar.
-
-    Returns:
-        List of sums.
     """
     payloads = [c.encode(tensor, (), step)[0] for c, tensor in zip(compressors, tensors)]
     summed = gradients.sum_packed(launcher, tf.nest.flatten(payloads))
@@ -66,11 +61,7 @@ def mean(
     """Averages tensors whose payloads can be added up on their way.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        replicas: Number of replicas.
         compressors: List of reducible compressors.
-        tensors: List of tensors.
-        states: List of the compressors' states.
         step: int64 scalar.
 
     Returns:
@@ -97,11 +88,6 @@ def gather(
     """Sums tensors by gathering all payloads and adding them up in rank order.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        replicas: Number of replicas.
-        compressors: List of compressors.
-        tensors: List of tensors.
-        states: List of the compressors' states.
         step: int64 scalar.
 
     Returns:
@@ -153,9 +139,6 @@ def gather_rows(
     """Concatenates the slices of all replicas in rank order, values compressed row by row.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        compressor: `Compressor`.
-        slices: `tf.IndexedSlices`.
         step: int64 scalar.
 
     Returns:

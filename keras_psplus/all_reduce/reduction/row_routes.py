@@ -54,11 +54,7 @@ def split(
     sides).
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        rank: This replica's rank.
-        replicas: Number of replicas.
         compressor: Compressor that `supports_reduce_scatter`, perhaps in `ErrorFeedback`.
-        tensors: List of tensors.
         state: What `split_init` or the last step returned.
         step: int64 scalar.
 
@@ -149,8 +145,6 @@ def scatter_row(
     """Sums a matrix over replicas; each receives the row of its rank.
 
     Args:
-        launcher: `operations.Launcher` of this replica.
-        replicas: Number of replicas.
         compressor: Compressor that `supports_reduce_scatter`, perhaps in `ErrorFeedback`.
         mine: float32 matrix of one row for each replica.
         state: The compressor's state for the matrix.
@@ -180,7 +174,6 @@ def gather_row(
 
     Args:
         launcher, replicas, compressor, step: As for `scatter_row`.
-        rank: This replica's rank.
         row: float32 matrix of one row.
         state: The compressor's state for it.
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.log import warn_once
-from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.own_copy import own_copy
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class Accumulators:
     """The accumulated gradients of all optimizers of a strategy.
 
     Args:
-        strategy: The strategy.
         sum_all: Function of tensors and their Keras variables that sums over the replicas, in
             replica context.
     """
@@ -134,8 +132,7 @@ class _State:
 
     def flag(self, device: str) -> Any:
         if device not in self.flags:
-            with ops.init_scope(), ops.device(device):
-                self.flags[device] = resource_variable_ops.ResourceVariable(True, trainable=False)
+            self.flags[device] = made_outside(lambda: True, device)
         return self.flags[device]
 
     def set_global(self) -> None:

@@ -44,7 +44,6 @@ def sum_from_chief(
 
     Args:
         launcher: Collectives of all workers.
-        is_chief: Whether this worker is the chief.
         variables: List of variables, the same on all workers.
         bucket_bytes: Size in bytes up to which variables share a collective.
     """

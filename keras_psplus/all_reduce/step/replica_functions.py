@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.step import single_steps, step_logs
+from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.padding import LastRow
-from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.compiled_calls import CompiledCalls, without_compilation
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import tree
@@ -19,7 +19,6 @@ from keras_psplus.keras_internals.keras_parts import tree
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
     from keras_psplus.cluster.monitor.progress import Progress
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
@@ -31,7 +30,6 @@ def make_function(
     """A train or test function that takes steps on all replicas.
 
     Args:
-        progress: Progress of this process.
         world: Position of its replicas among all replicas.
         call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
@@ -61,7 +59,6 @@ def in_progress(
     """A train or test function that notes its steps.
 
     Args:
-        progress: Progress of this process.
         call: The call of a model's `_make_function`.
         function: Function of an iterator.
     """
@@ -134,7 +131,8 @@ def _predict_step(model: keras.Model, compiled: CompiledCalls | None) -> Callabl
     last_row = LastRow()
 
     def predict_step(batch: Any) -> Any:
-        step = current_step()
+        step = MirroredReplicaStep.current()
+        assert step is not None
         step.compiled_calls = compiled
         if not step.has_batch_fraction:
             batch = _padded(step, last_row, batch, step.set_rows)
@@ -173,7 +171,8 @@ def _replica_step(
     changed, touched, last_row = {}, set(), LastRow()
 
     def replica_step(batch: Any) -> Any:
-        step = current_step()
+        step = MirroredReplicaStep.current()
+        assert step is not None
         if not step.has_batch_fraction:
             batch = _padded(step, last_row, batch, step.agree_on_batch_fraction)
         states = [v._value for v in model.metrics_variables]

@@ -36,7 +36,6 @@ class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
 
     Args:
-        engine: The strategy's engine, a `SummingEngine`.
         extended: `MultiWorkerMirroredExtended` whose replica this is.
         batch: `Batch` that the function gets, or None if its fraction is not known.
 
@@ -45,6 +44,7 @@ class MirroredReplicaStep(ReplicaStep):
         alone: Whether gradients are the replica's own, to be applied as they are.
         sums: The engine, as what sums gradients.
         tape: `TapeGradients` of the step.
+        graph: The graph that the step is traced into.
         is_eager: Whether it is run, and not traced.
         has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
         passed_barrier: Whether all replicas have passed its barrier.
@@ -60,7 +60,7 @@ class MirroredReplicaStep(ReplicaStep):
     ) -> None:
         super().__init__(engine)
         self._extended = extended
-        self._graph, self.is_eager = ops.get_default_graph(), tf.executing_eagerly()
+        self.graph, self.is_eager = ops.get_default_graph(), tf.executing_eagerly()
         self.sums = cast(SummingEngine, engine)
         self.tape = TapeGradients(self, self.sums.sum_parts, self.sums.sums_eagerly)
         # Variables whose gradients an optimizer is given as those of the global batch, by ids.
@@ -114,7 +114,7 @@ class MirroredReplicaStep(ReplicaStep):
     def may_be_empty(self) -> bool:
         """Whether the replica may have no rows, as far as the graph knows."""
         # A tf.function inside may be called again where that is not so.
-        knows = self._surely_has_rows and ops.get_default_graph() is self._graph
+        knows = self._surely_has_rows and ops.get_default_graph() is self.graph
         return self._local_rows is not None and not knows
 
     def has_rows(self) -> tf.Tensor:
@@ -216,11 +216,6 @@ class MirroredReplicaStep(ReplicaStep):
             product = outer_products.find_outer_product(gradient)
         return gradient if product is None or gradient.consumers() else product
 
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph that the step is traced into."""
-        return self._graph
-
     def sum_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over all replicas; what those without rows have computed is 0."""
         self.tape.settle()
@@ -242,7 +237,7 @@ class MirroredReplicaStep(ReplicaStep):
             if variable.ref() not in self._baselines:
                 # In the step's own graph, also when the first assignment is inside a tf.cond.
                 eager = tf.executing_eagerly()
-                with contextlib.nullcontext() if eager else self._graph.as_default():
+                with contextlib.nullcontext() if eager else self.graph.as_default():
                     value = own_copy(variable).read_value()
                 self._baselines[variable.ref()] = (variable, value)
 

@@ -83,7 +83,6 @@ class TapeGradients:
     """The gradients that the tape has given in one replica's step.
 
     Args:
-        step: The replica's step.
         sum_parts: Function of gradients, their Keras variables and an optimizer (None where there
             is none, or where its compressors cannot be used) that sums over the replicas.
         sums_eagerly: Whether eager gradients are summed at once. Otherwise compressors, or
@@ -108,7 +107,6 @@ class TapeGradients:
 
         Args:
             grads: List of tensors, `tf.IndexedSlices` or None.
-            variables: Their variables.
 
         Returns:
             List of the same form.
@@ -136,7 +134,7 @@ class TapeGradients:
     def _end_inner(self, graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> None:
         """Settles what the trace of a function, a branch or a loop's body leaves behind."""
         for call in self._calls:
-            if call.is_open and call.is_in(graph) and call.is_used(outputs):
+            if call.is_open and call.graph is graph and call.is_used(outputs):
                 if self._is_in_loop(call):
                     unscale = self._step.unscale_by_batch_fraction
                     call.close([map_values(unscale, part) for part in call.parts])
@@ -173,9 +171,6 @@ class TapeGradients:
             grads: List of tensors, `tf.IndexedSlices` or None.
             optimizer: The optimizer; None if its compressors cannot be used for this.
             wants_parts: Whether replicas' parts are wanted even where there are sums.
-
-        Returns:
-            `Summed`.
 
         Raises:
             ValueError: If gradients were changed where they cannot be summed before.

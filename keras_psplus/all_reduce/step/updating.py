@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import (
+    averaged_with_weights,
+    unwrapped,
+    variables_of_apply,
+)
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.updates.accumulation import forms_of
 from keras_psplus.updates.base import Context
@@ -24,12 +29,7 @@ _Owner: TypeAlias = Callable[[], Any]
 
 
 class MirroredUpdates:
-    """Takes the gradients of all optimizers, and has them applied when it is time.
-
-    Args:
-        policy: `keras_psplus.updates.Updates`.
-        strategy: The strategy.
-    """
+    """Takes the gradients of all optimizers, and has them applied when it is time."""
 
     def __init__(self, policy: Updates, strategy: tf.distribute.Strategy) -> None:
         self.policy = policy
@@ -38,25 +38,20 @@ class MirroredUpdates:
             weakref.WeakKeyDictionary()
         )
 
-    def apply(
+    def take(
         self,
         step: step_module.ReplicaStep,
         optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        variables: list[keras.Variable],
-        apply: Callable[[list[tf.Tensor | tf.IndexedSlices], list[keras.Variable]], Any],
-        averaged: list[keras.Variable],
-    ) -> None:
-        """Takes the gradients of one batch, in replica context, after `prepare`.
-
-        Args:
-            step: The replica's `MirroredReplicaStep`.
-            optimizer: The optimizer that they are given to.
-            grads: List of tensors, `tf.IndexedSlices` or None.
-            variables: Their Keras variables.
-            apply: Function of gradients and variables that has Keras sum and apply them.
-            averaged: Variables of the optimizer's that are averaged with the weights.
-        """
+        grads: list[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: list[keras.Variable] | None,
+        original: Callable[..., Any],
+    ) -> Any:
+        """Takes the gradients of one batch, in replica context; `original` is Keras's `apply`."""
+        variables = variables_of_apply(optimizer, self.policy, grads, trainable_variables)
+        if variables is None:
+            return original(optimizer, grads, trainable_variables)
+        self.prepare(optimizer, optimizer._trainable_variables)
+        averaged = averaged_with_weights(unwrapped(optimizer), self.policy, variables)
         state = self._state_of(optimizer)
         state.optimizer = weakref.ref(optimizer)
         replica = tf.distribute.get_replica_context()._replica_id
@@ -65,16 +60,17 @@ class MirroredUpdates:
         key = tuple(id(v) for g, v in zip(grads, variables) if g is not None)
         if key not in units:
             name = str(len(units))
-            sums = functools.partial(self._sums, weakref.ref(_owner(optimizer)))
+            sums = functools.partial(self._sums, weakref.ref(unwrapped(optimizer)))
             parts = self._parts(optimizer, grads, variables)
             group_sums = None
             if self._strategy().extended.levels is not None:
-                group_sums = functools.partial(self._group_sums, weakref.ref(_owner(optimizer)))
+                group_sums = functools.partial(self._group_sums, weakref.ref(unwrapped(optimizer)))
             context = Context(
                 states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
             )
             units[key] = self.policy.on_replica(context)
-        units[key].on_gradients(step, grads, variables, apply)
+        units[key].on_gradients(step, grads, variables, lambda g, v: original(optimizer, g, v))
+        return None
 
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
@@ -82,7 +78,6 @@ class MirroredUpdates:
         """Has the rule divide an optimizer's variables, before the first step.
 
         Args:
-            optimizer: The optimizer.
             variables: All Keras variables that it will be given.
         """
         if not self.policy.local or self._state_of(optimizer).parts is not None:
@@ -101,20 +96,16 @@ class MirroredUpdates:
         self._strategy().extended.worker_state.claim(state.owner())
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Has everything applied that is still to be; on all workers.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Has everything applied that is still to be; on all workers."""
         state = self._state_of(optimizer)
-        if optimizer is not _owner(optimizer):
+        if optimizer is not unwrapped(optimizer):
             # The model may have been compiled again, with another loss scale.
             state.optimizer = weakref.ref(optimizer)
         number = len(state.units[0])
         if number and state.finish[0] != (number, state.optimizer):
 
             def finish_replica() -> None:
-                step = step_module.current_step()
+                step: Any = step_module.current_step()
                 # Or the optimizer would hand the gradients to us again.
                 step.recording = False
                 replica = tf.distribute.get_replica_context()._replica_id
@@ -181,7 +172,7 @@ class MirroredUpdates:
         return reducers.sum(tensors, variables, turn, owner(), "group")
 
     def _state_of(self, optimizer: keras.optimizers.Optimizer) -> _OptimizerState:
-        owner = _owner(optimizer)
+        owner = unwrapped(optimizer)
         if owner not in self._of_owner:
             states = self._strategy().extended.worker_state.states_of(owner)
             self._of_owner[owner] = _OptimizerState(owner, [s.within("updates") for s in states])
@@ -198,8 +189,3 @@ class _OptimizerState:
         self.finish: tuple[Any, Any] = None, None
         # What `on_build` has returned.
         self.parts: Any = None
-
-
-def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    # A loss scale is none of its business.
-    return getattr(optimizer, "inner_optimizer", optimizer)

@@ -76,7 +76,6 @@ def groups_of(links: Links, workers: int) -> Topology:
 
     Args:
         links: As of `links.measure`.
-        workers: Number of workers.
 
     Returns:
         `Topology`; with one group, or groups of one worker, if links are alike or make no groups.

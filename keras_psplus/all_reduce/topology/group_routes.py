@@ -75,7 +75,6 @@ def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
     Args:
         launcher: `operations.Launcher` of this replica in its group.
         words: float32 tensor of static shape; of those who do not lead, its shape counts alone.
-        leads: Whether this replica leads.
 
     Returns:
         float32 tensor.

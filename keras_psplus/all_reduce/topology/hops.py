@@ -40,9 +40,6 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
             `"within"` and `"between"`.
         topology: What `group_topology.get` has returned.
 
-    Returns:
-        `Hops`.
-
     Raises:
         ValueError: If a compressor is unknown or does not fit its hop, or there is no such hop.
     """

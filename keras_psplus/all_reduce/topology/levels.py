@@ -17,7 +17,6 @@ class Hop(NamedTuple):
     """The replicas that exchange something on one hop.
 
     Attributes:
-        launcher: Their collectives.
         ranks: Their ranks among all replicas, in order, which is that of what is gathered.
         place: This replica's place among them.
     """
@@ -54,12 +53,8 @@ def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int)
 
     Args:
         launcher: `operations.Launcher` of the replica among all of them.
-        rank: Its rank.
         topology: `Topology` of the ranks of all replicas.
         first_key: Group key from which on `keys_of(topology)` are free.
-
-    Returns:
-        `Levels`.
     """
     number = topology.group_of(rank)
     group = topology.groups[number]
@@ -85,7 +80,7 @@ def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> L
     members = launcher.members and [launcher.members[rank] for rank in ranks]
     options = launcher._collective_keys, launcher._device, launcher._options
     made = Launcher(group_key, len(ranks), *options, members)
-    made.share_order(launcher)
+    made.serialize_with(launcher)
     return made
 
 
@@ -95,9 +90,6 @@ def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[t
     Args:
         levels: `Levels` of each local replica.
         tensors: List of tensors of static shapes.
-
-    Returns:
-        List of sums.
     """
     context = tf.distribute.get_replica_context()
     if not tf.executing_eagerly():

@@ -48,9 +48,6 @@ def rounds_of_pairs(number: int) -> list[list[tuple[int, int]]]:
 
     Args:
         number: How many there are.
-
-    Returns:
-        List of rounds, each a list of pairs.
     """
     # The worker that is paired with a number which is not there waits.
     places = list(range(number + number % 2))

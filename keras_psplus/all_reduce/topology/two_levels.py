@@ -19,7 +19,7 @@ Groups of different sizes (`_by_leaders`):
     2. The groups' leaders sum these sums, between groups.
     3. Each leader broadcasts the result, inside.
 
-While one bucket is between groups, the next is inside: `hop_turns.HopOrder` orders the sends.
+While one bucket is between groups, the next is inside: `HopOrder` orders the sends.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.gradients import HopOrder
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.all_reduce.topology import group_routes, hop_turns, shards
-from keras_psplus.all_reduce.topology.hop_turns import HopOrder
+from keras_psplus.all_reduce.topology import group_routes, shards
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.updates.values import numbers_of
 
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
+# Buckets that are on a hop at once. All of them at once would share its link and arrive together:
+# none would be between groups while others are summed inside, nor be handed on while others are
+# between groups.
+_INSIDE, _BETWEEN = 1, 2
 
 
 class _Piece(NamedTuple):
@@ -69,9 +74,7 @@ class _Bucket(NamedTuple):
 
     Attributes:
         tensors: The gradients.
-        variables: Their variables.
         compressed: Whether they are compressed inside the group.
-        step: Number of the step.
         inside, between: The turns on both hops.
     """
 
@@ -91,12 +94,9 @@ class TwoLevelSum:
 
     Args:
         launcher: `operations.Launcher` of the replica among all of them.
-        rank: The replica's rank.
-        replicas: Number of replicas.
         hops: `Hops`, the compressors.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
-        levels: `Levels` of the replica.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TwoLevelSum:
         # From the last layer back, as backprop makes them ready.
         parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
         results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
-        inside, between = HopOrder(hop_turns.INSIDE), HopOrder(hop_turns.BETWEEN)
+        inside, between = HopOrder(_INSIDE), HopOrder(_BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
             lambda part: (
@@ -174,7 +174,7 @@ class TwoLevelSum:
                 summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)
         self.traffic_variables.add(entries)
         if self._timed:
-            self.traffic_variables.time(_values(grads), _values(summed))
+            self.traffic_variables.time(numbers_of(grads), numbers_of(summed))
         return summed
 
     def _parts(self, number: int, gradient: tf.Tensor, variable: Any) -> list[_Part]:
@@ -330,7 +330,3 @@ class TwoLevelSum:
 
 def _is_dense(gradient: Gradient) -> bool:
     return not isinstance(gradient, tf.IndexedSlices) and bool(gradient.shape.num_elements())
-
-
-def _values(tensors: Iterable[Any]) -> list[tf.Tensor]:
-    return [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]

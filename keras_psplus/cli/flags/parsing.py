@@ -53,7 +53,6 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
     """Warnings about probable mistakes: flags behind the script, another backend of Keras.
 
     Args:
-        flag_values: The command's flags.
         command: The script, which exists, and its arguments.
     """
     lines = []

@@ -8,7 +8,7 @@ from keras_psplus.cluster.launcher.results import ClusterResult
 from keras_psplus.cluster.output.log_filter import NoiseFilter
 
 _TRACEBACK = "Traceback (most recent call last)"
-_LAST_LINES = 80
+LAST_LINES = 80
 
 
 def show(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -> None:
@@ -37,8 +37,12 @@ def _last_words(result: ClusterResult) -> list[str]:
     """The first failure's last traceback, or the end of its log."""
     assert result.first_failure is not None
     lines = result.logs[result.first_failure].splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if not starts:
-        return lines[-20:]
     is_noise = NoiseFilter().is_noise
-    return [line for line in lines[starts[-1] :] if not is_noise(line)][-_LAST_LINES:]
+    traceback = [line for line in last_traceback(lines) if not is_noise(line)]
+    return traceback[-LAST_LINES:] or lines[-20:]
+
+
+def last_traceback(lines: list[str]) -> list[str]:
+    """The lines from the beginning of the last traceback on; none if there is none."""
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    return lines[starts[-1] :] if starts else []

@@ -29,7 +29,6 @@ def by_plan(options: flags.FlagValues, layout: dict[str, int]) -> Chosen | None:
     """Chooses by the plan that `--plan` or the environment names.
 
     Args:
-        options: The parsed flags.
         layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
 
     Returns:

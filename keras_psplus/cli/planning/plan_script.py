@@ -13,14 +13,13 @@ from typing import Any
 
 import keras_psplus
 from keras_psplus.catalogue import lookup
+from keras_psplus.cli.flags import report
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.output.log_filter import NoiseFilter
 
 # `core.plan.plan_request.VARIABLE` and `tracebacks.FULL_VARIABLE`, whose modules need TensorFlow.
 _VARIABLE = "KERAS_PSPLUS_PLAN"
 _FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
-_TRACEBACK = "Traceback (most recent call last)"
-_LAST_LINES = 80
 
 
 class ScriptError(Exception):
@@ -99,14 +98,14 @@ def _problem(result: subprocess.CompletedProcess[str], command: Sequence[str]) -
             "there is nothing to plan. Call `model.fit` under the same arguments as in training. "
             f"Received: {' '.join(command)}"
         )
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if not starts:
-        return "\n".join([f"the script has failed ({result.returncode}):", *lines[-_LAST_LINES:]])
-    traceback = lines[starts[-1] :]
+    traceback = report.last_traceback(lines)
+    if not traceback:
+        head = f"the script has failed ({result.returncode}):"
+        return "\n".join([head, *lines[-report.LAST_LINES :]])
     files = [line for line in traceback if line.startswith('  File "')]
     package = str(pathlib.Path(next(iter(keras_psplus.__path__))))
     if files and files[-1].startswith(f'  File "{package}'):
         # The library has refused something, and says what would do.
         message = [line for line in traceback[1:] if not line.startswith(" ")]
         return "\n".join(message)
-    return "\n".join(["the script has failed:", *traceback[-_LAST_LINES:]])
+    return "\n".join(["the script has failed:", *traceback[-report.LAST_LINES :]])

@@ -53,7 +53,6 @@ def variables(
     """The environment variables from which `keras_psplus.strategy_from_env()` learns what to make.
 
     Args:
-        options: The parsed flags.
         layout: Dict with the numbers of `workers` and `ps`, and whether there is a `chief`.
         log: Takes a line that says which entry `auto` stands for; by default it goes to stderr.
         may_measure: Whether `auto` may be left open, for the script to be measured.

@@ -50,7 +50,6 @@ class ConnectionWatch:
         """Waits until a task has been connected more often; returns how often it has.
 
         Args:
-            name: The task's name.
             made: How often it had been, as far as is known; 0 at first.
         """
         with self._changed:

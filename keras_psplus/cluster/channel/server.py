@@ -27,7 +27,6 @@ class ChannelServer:
 
     Args:
         address: `host:port` to listen on, such as `"[::]:2222"` for all interfaces.
-        gate: `Authenticator` of the job's secret.
         handle: Function of a request's text and of the caller's host that returns the answer's.
         hint: Function that returns what anybody is told who calls.
         refuse: Function of the host of a caller without a proof.

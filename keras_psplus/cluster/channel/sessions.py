@@ -48,7 +48,6 @@ class JobSecret:
 
     Attributes:
         secret: The `Secret` of the job's token; without a token, of what all of its tasks know.
-        is_token: Whether there is a token.
     """
 
     secret: Secret
@@ -72,7 +71,6 @@ class Authenticator:
     It keeps nothing of a caller before that, so that nobody can fill it.
 
     Args:
-        secret: `Secret`.
         refusal: What to say to a caller with another token.
     """
 
@@ -96,13 +94,9 @@ class Authenticator:
         """Answers a message.
 
         Args:
-            text: The message.
             handle: Function of a request's text that returns the answer's.
             hint: Function that returns what anybody is told who opens a session.
             refuse: Function that is called for a request without a proof.
-
-        Returns:
-            Text.
         """
         try:
             message = json.loads(text)
@@ -163,7 +157,6 @@ class Session:
     """A caller's side of a `Authenticator`.
 
     Args:
-        secret: `Secret`.
         send: Function of a message's text that returns the answer's.
         process: That of the gate which is meant; None for whichever is there.
     """

@@ -25,7 +25,6 @@ class Tls:
 
     Attributes:
         cert: This task's certificate, with those that lead to the authority.
-        key: Its key.
         ca: Certificates of the authority; None without one.
         name: Name in all certificates; None if each has its host's.
     """

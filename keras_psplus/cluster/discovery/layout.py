@@ -56,7 +56,6 @@ def task_config(counts: dict[str, int], addresses: list[str], rank: int) -> Task
     Args:
         counts: What `parse` returns.
         addresses: `host:port` of each rank.
-        rank: This process's rank.
 
     Raises:
         ClusterConfigError: If the layout has more tasks or fewer than the job has ranks.

@@ -6,8 +6,9 @@ starts uses none, so that the cluster would seem to be well.)
 """
 
 import os
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 
+from keras_psplus import text_table
 from keras_psplus.cluster.config import TaskConfig, split_address
 from keras_psplus.log import info_once
 
@@ -28,7 +29,6 @@ def bypass(task: TaskConfig, environ: MutableMapping[str, str] | None = None) ->
     Other libraries read `no_proxy`, which stays as it is.
 
     Args:
-        task: `TaskConfig` of this process.
         environ: The environment; `os.environ` by default.
 
     Example:
@@ -55,15 +55,10 @@ def bypass(task: TaskConfig, environ: MutableMapping[str, str] | None = None) ->
         info_once(
             "%s is set: tasks talk to each other without it (no_grpc_proxy has %s now)",
             proxy,
-            _shown(missing),
+            text_table.listed(missing, _MOST_SHOWN),
         )
 
 
 def _is_excepted(host: str, entries: Iterable[str]) -> bool:
     """Whether a host ends with one of the entries, compared as in gRPC."""
     return any(host.lower().endswith(entry.lower()) for entry in entries)
-
-
-def _shown(hosts: Sequence[str]) -> str:
-    more = len(hosts) - _MOST_SHOWN
-    return ", ".join(hosts[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

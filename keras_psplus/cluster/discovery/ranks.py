@@ -22,7 +22,6 @@ class Ranks:
 
     Args:
         source: What says so, for people: `"Slurm (job 12, step 0)"`.
-        rank: This process's rank.
         size: Number of processes.
         hosts: Host of each rank, or None if the launcher does not say.
         port: Port of the first process on each host; the next have the following ones.
@@ -165,7 +164,6 @@ def per_host(counts: Sequence[int], hosts: Sequence[str], cyclic: bool) -> tuple
 
     Args:
         counts: Number of processes of each host.
-        hosts: The hosts.
         cyclic: Whether ranks go round the hosts, instead of filling one after the other.
     """
     if not cyclic:

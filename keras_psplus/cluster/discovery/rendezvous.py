@@ -29,7 +29,6 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
     """Returns the host of each rank; all ranks have to call this at once.
 
     Args:
-        rank: This process's rank.
         size: Number of processes.
         address: `host:port` of the first one. It listens there until all know.
         timeout: Seconds to wait.

@@ -22,9 +22,6 @@ _LEAVE_OUT = (
 def task_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> TaskConfig | None:
     """Returns the task that a resolver says this process is.
 
-    Args:
-        resolver: The resolver.
-
     Returns:
         `TaskConfig`, or None if the resolver knows no cluster.
 

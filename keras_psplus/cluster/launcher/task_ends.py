@@ -40,7 +40,6 @@ class TaskEnds:
     Args:
         tasks: The cluster's tasks that are started first.
         workers_serve: Whether workers serve a chief.
-        graces: `GracePeriods`.
         record: A `JobRecord` by which tasks say what they do, or None.
         log: Function that takes a line of progress.
         min_workers: How many workers the job needs, if others may leave it; None if it needs all.
@@ -83,7 +82,6 @@ class TaskEnds:
         """Notes that a task has ended now.
 
         Args:
-            name: The task.
             code: Its exit code; the negative number of the signal that has killed it.
         """
         self._ends[name] = (code, time.monotonic())

@@ -25,7 +25,6 @@ class TaskProcesses:
 
     Args:
         argv: The command, a list of strings.
-        log_dir: Folder of the logs.
         console: A `Console` that shows what tasks say, or None.
         network: Network namespaces of the tasks, or None.
         warm: A `WarmPython` whose forks run a Python script, or None.
@@ -81,7 +80,6 @@ class TaskProcesses:
 
         Args:
             rank: Its number in the cluster.
-            name: Its name.
             environ: Its environment variables.
             start: How often the job, or the task, was started before.
             has_input: Whether it reads standard input, until `close_input`.
@@ -140,8 +138,6 @@ class TaskProcesses:
         """Sends a signal to tasks, unless all have ended.
 
         Args:
-            names: Names of the tasks.
-            number: The signal's number.
             to_children: Whether to what they have started as well.
         """
         send = os.killpg if to_children else os.kill

@@ -47,7 +47,6 @@ class TaskRestarts:
         """Whether a task that has failed can be started again alone.
 
         Args:
-            name: The task's name.
             code: Its exit code, negative for a signal.
         """
         left = self.used < self._most
@@ -57,8 +56,6 @@ class TaskRestarts:
         """Plans the next start of a task.
 
         Args:
-            name: The task's name.
-            code: Its exit code.
             began: When it was started, by `time.monotonic()`.
         """
         self.used += 1

@@ -40,13 +40,7 @@ class WorkerRange:
     def answer(
         self, record: JobRecord | None, ends: TaskEnds, start: Callable[[Task], None]
     ) -> None:
-        """Starts the workers that are asked for in a job's folder.
-
-        Args:
-            record: The job's `JobRecord`, or None.
-            ends: `TaskEnds`.
-            start: Function that starts a task.
-        """
+        """Starts the workers that are asked for in a job's folder."""
         if self._is_range and record is not None and record.folder is not None:
             job_requests.answer(record.folder, ADD_WORKER, lambda: self._add(ends, start))
 

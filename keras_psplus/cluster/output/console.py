@@ -181,10 +181,8 @@ class OutputPump(threading.Thread):
     """Copies one process's output, line by line, to its log file and the console.
 
     Args:
-        task: The task's name.
         pipe: File descriptor or binary file to read from.
         log: Something with a method `write` for text.
-        console: A `Console`, or `None`.
     """
 
     def __init__(

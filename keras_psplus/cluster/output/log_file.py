@@ -15,7 +15,6 @@ class LogFile:
     is known in any case.
 
     Args:
-        path: Path of the file.
         append: Whether the file goes on with what it holds.
         warn: Function that is called with a line of text the first time that a write fails.
         heading: Text to begin with, which `size` counts.

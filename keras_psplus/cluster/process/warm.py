@@ -84,7 +84,6 @@ class WarmPython:
 
         Args:
             argv: The script and its arguments.
-            environ: Its environment.
             has_input: Whether it can be written to; otherwise it reads nothing.
 
         Returns:
@@ -124,7 +123,6 @@ class WarmPython:
 
         Args:
             argv: The script and its arguments.
-            environ: Its environment.
             files: Descriptors of its standard input, output and error.
             is_leader: Whether it leads its own session.
             ends_with_parent: Whether it is killed when this process ends.

@@ -24,8 +24,6 @@ def listen(
     """Answers who knows the job's token, on the port of the task's control channel.
 
     Args:
-        config: The `TaskConfig` of this task.
-        gate: `Authenticator` of the token.
         answer: As `handle` of `ChannelServer`.
         host: Host to listen on; all interfaces by default, as TensorFlow's server does.
 
@@ -71,8 +69,6 @@ def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWE
 
     Args:
         task: The task's own address, `host:port`.
-        what: Name of the function.
-        arguments: The function's.
         timeout: Seconds that an answer may take.
 
     Raises:

@@ -178,9 +178,6 @@ def wait_for_end_of_chief(config: TaskConfig) -> None:
     """Waits until the chief (worker 0, if there is none) has started and has ended.
 
     For a process beside the cluster, which receives no shutdown message.
-
-    Args:
-        config: The `TaskConfig` of this process.
     """
     address = config.cluster.get("chief", config.cluster.get("worker", ()))[0]
     while not handshake.tensorflow_responds(address, _GREETING_TIMEOUT):

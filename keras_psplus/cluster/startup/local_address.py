@@ -22,8 +22,6 @@ def listen_on_own_address(
     """Answers handshakes on the task's own port, on all interfaces as TensorFlow does.
 
     Args:
-        config: This process's `TaskConfig`.
-        mine: This process's `PeerIdentity`.
         patience: Seconds that the host name may take to resolve.
         log: Function that takes a line of warning.
 

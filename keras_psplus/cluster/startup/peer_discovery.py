@@ -28,10 +28,6 @@ class PeerDiscovery:
     """Calls every other task until all have answered.
 
     Args:
-        config: This process's `TaskConfig`.
-        mine: Its `PeerIdentity`.
-        job: The job's `JobSecret`.
-        listener: Its `Listener`.
         job_types: The jobs whose tasks to call.
     """
 

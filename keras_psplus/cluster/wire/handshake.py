@@ -37,8 +37,6 @@ def dial(
 
     Args:
         address: The task's `host:port`.
-        mine: This process's `PeerIdentity`.
-        job: The job's `JobSecret`.
         timeout: Seconds that connecting may take.
 
     Returns:
@@ -81,7 +79,6 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
 
     Args:
         address: The server's `host:port`.
-        own: `Tls` of this process.
         met: Text of the error that the call has met.
 
     Returns:

@@ -78,7 +78,6 @@ def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = No
     """Says why two processes cannot be in one cluster.
 
     Args:
-        mine: This process's `PeerIdentity`.
         theirs: The other's.
         expected: Name of the task that should be at the dialled address.
 

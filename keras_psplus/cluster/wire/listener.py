@@ -20,8 +20,6 @@ class Listener:
 
     Args:
         port: The port, on all interfaces as TensorFlow's server is.
-        mine: This process's `PeerIdentity`.
-        job: The job's `JobSecret`.
 
     Attributes:
         identity: The same; what is answered from now on.

@@ -36,9 +36,6 @@ class OuterProduct(NamedTuple):
 def find_outer_product(tensor: tf.Tensor) -> OuterProduct | None:
     """Finds what the graph multiplies to make a tensor.
 
-    Args:
-        tensor: Tensor.
-
     Returns:
         `OuterProduct`, or None if the tensor is no such product, or not of a graph.
     """
@@ -59,7 +56,6 @@ class MatrixPlusOuterProduct:
 
     Args:
         matrix: float32 tensor.
-        product: `OuterProduct`.
         times: Int: how many times it is added.
         shape: Static shape `(rows, columns)` of both.
 

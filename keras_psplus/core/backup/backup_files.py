@@ -39,7 +39,6 @@ def written(
     """Context in which Keras and the other writers write a state; commits it on exit.
 
     Args:
-        callback: The `BackupAndRestore`.
         worker_files: Dict from names to digests of the files that workers have written for it.
         needed: Bytes that this process writes at least.
 
@@ -78,7 +77,6 @@ def translate_file_errors(
     """Says what to do about a disk that is full or that cannot be written.
 
     Args:
-        callback: The `BackupAndRestore`.
         errors: The errors that say so.
 
     Raises:
@@ -113,7 +111,6 @@ def take(callback: keras.callbacks.BackupAndRestore, owner: str) -> None:
     """Makes this process the folder's owner, and completes a commit that a kill interrupted.
 
     Args:
-        callback: The `BackupAndRestore`.
         owner: Name of this process, for others.
 
     Raises:

@@ -26,8 +26,6 @@ def read_tables(
     """Loads tables into servers, of the first state that they can read; returns its number.
 
     Args:
-        tables: Tables of backups.
-        callback: The `BackupAndRestore`.
         states: States of `backup_states.find`.
         is_strict: Whether optimizers have to be the same.
 
@@ -63,7 +61,6 @@ def load_first(
 
     Args:
         tables: Tables of backups, which servers have read.
-        callback: The `BackupAndRestore`.
         states: States of `backup_states.find`.
         training: List to which its `TrainingState` is added, if it has one.
         is_strict: Whether optimizers have to be the same.

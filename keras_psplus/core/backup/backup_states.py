@@ -48,9 +48,6 @@ def write_digests(folder: str, worker_files: dict[str, str]) -> None:
 def find(callback: keras.callbacks.BackupAndRestore) -> list[dict[str, Any]]:
     """The whole states in a callback's folder, the newest first.
 
-    Args:
-        callback: The `BackupAndRestore`.
-
     Returns:
         List of dicts: `is_previous`, whether it is the one of `double_checkpoint`; `epoch`;
         `worker_files`, names and digests of workers' files; `has_digests`; `has_training`,
@@ -107,7 +104,6 @@ def check_epoch(
     """Sees that the epoch of a state without digests can be.
 
     Args:
-        callback: The `BackupAndRestore`.
         state: One of `find`.
         steps: How many steps the optimizers of its weights have made.
 

@@ -58,10 +58,6 @@ class BackupTables:
     def begin_write(self, model: keras.Model, folder: str) -> dict[str, Any] | None:
         """Has the servers begin to write their tables as they are; training may go on.
 
-        Args:
-            model: The model.
-            folder: The backup's folder.
-
         Returns:
             Content of the list, or None if a server is away and will be back.
         """
@@ -73,7 +69,6 @@ class BackupTables:
         """Waits until the servers have written, and deletes what nobody needs of earlier states.
 
         Args:
-            folder: The backup's folder.
             content: What `begin_write` has returned.
             stems: Beginnings of the names of files to keep, of states that count; None if that is
                 not known.
@@ -87,7 +82,6 @@ class BackupTables:
         """Notes that what `finish_write` returned belongs to a state that counts from now on.
 
         Args:
-            folder: The backup's folder.
             content: What `finish_write` has returned.
             at: Place in the training, for people.
         """
@@ -138,7 +132,6 @@ def read_here(
     """Reads tables that servers have written into variables of this process.
 
     Args:
-        folder: The backup's folder.
         tables: As `set_aside` yields them.
         is_strict: Whether optimizers have to be the same.
 

@@ -124,11 +124,6 @@ def arguments_of(
 ) -> dict[str, Any]:
     """The arguments of a call of `fit`, by which it is told from others.
 
-    Args:
-        fit: Keras's function.
-        model: The model.
-        args, kwargs: Its other arguments.
-
     Raises:
         TypeError: If they are not those of `fit`.
     """

@@ -81,8 +81,6 @@ class FitProgress:
         """Starts tracking a call of `fit`, whose data keep the order of the first run.
 
         Args:
-            fit: The function.
-            model: The model.
             args, kwargs: Its other arguments.
             is_chief: Whether this worker speaks for all.
         """
@@ -126,7 +124,6 @@ class FitProgress:
         """Trains nothing: this call had ended before the backup was made, of a later one.
 
         Args:
-            model: The model.
             passed: Dict of the call's `history`, and of Python's state of `random` after it.
         """
         self.is_saving, self.passed = False, passed
@@ -295,7 +292,6 @@ class FitProgress:
         """State of a model's `fit` to save; None outside of `fit`.
 
         Args:
-            model: The model.
             of_data: What is to be known of the position in the data, beside numbers of batches.
             backup_dir: The folder, of a BackupAndRestore.
             has_value: Function of a variable that tells whether its value belongs to the state.

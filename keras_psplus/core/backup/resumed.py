@@ -53,8 +53,6 @@ def weights_of_callbacks(
     They travel as the model's own, which all but the chief have to be given after that.
 
     Args:
-        model: The model.
-        facts: Facts of the state.
         state: The state, on the chief; None on others.
         share: Function that gives all workers the chief's values of Keras variables.
 

@@ -17,6 +17,7 @@ from keras_psplus.core.backup import callback_states
 from keras_psplus.core.backup.backup_states import TRAINING, previous_path
 from keras_psplus.core.base import optimizer_states
 from keras_psplus.core.base.optimizers import other_variables
+from keras_psplus.core.state.waiting_values import typed
 from keras_psplus.files.reading import open_file
 from keras_psplus.keras_internals.keras_parts import file_utils
 
@@ -48,7 +49,6 @@ class TrainingState:
         """The present one.
 
         Args:
-            model: The model.
             callbacks: The callbacks of its `fit`.
             position: Dict that says where in the data it is.
             has_value: Function of a variable that tells whether its value belongs to the state.
@@ -99,12 +99,12 @@ class TrainingState:
         for name, variable in other_variables(model).items():
             value = self.arrays.get(f"{_OTHERS}/{name}")
             if value is not None and value.shape == tuple(variable.shape):
-                variable.assign(_typed(value, variable))
+                variable.assign(typed(value, tf.as_dtype(variable.dtype)))
 
     def weights_of_callback(self, name: str, count: int, model: keras.Model) -> list[np.ndarray]:
         """The arrays that a callback has kept of a model's weights."""
         arrays = [self.arrays[f"{name}/{i}"] for i in range(count)]
-        return [_typed(array, variable) for array, variable in zip(arrays, model.weights)]
+        return [typed(a, tf.as_dtype(v.dtype)) for a, v in zip(arrays, model.weights)]
 
 
 def build_optimizers(
@@ -120,8 +120,6 @@ def check_model(
     """Sees that a state is one of a model, whose optimizers have been built.
 
     Args:
-        model: The model.
-        facts: Facts of the state.
         folder: Where it lies.
         with_optimizers: Whether optimizers have to be the same.
 
@@ -147,7 +145,6 @@ def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
 
     Args:
         model: The model, whose optimizers have been built.
-        facts: Facts of the state.
 
     Returns:
         Pair of what the model and the state have, or None if they are the same.
@@ -163,12 +160,3 @@ def _different_others(model: keras.Model, saved: dict[str, Any]) -> tuple[str, A
         if own.get(name) != saved.get(name):
             return f"{own.get(name)} for {name}", saved.get(name)
     return None
-
-
-def _typed(array: np.ndarray, variable: keras.Variable) -> np.ndarray:
-    """Converts a file's array to a variable's dtype.
-
-    NumPy's files do not support types such as bfloat16.
-    """
-    is_unknown = array.dtype.kind == "V"
-    return array.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if is_unknown else array

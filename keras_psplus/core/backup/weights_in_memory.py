@@ -11,11 +11,7 @@ from keras_psplus.keras_internals.keras_parts import saving_lib
 
 
 class WeightsInMemory(saving_lib.H5IOStore):
-    """A copy of a model's and its optimizers' variables, as they are now.
-
-    Args:
-        model: The model.
-    """
+    """A copy of a model's and its optimizers' variables, as they are now."""
 
     def __init__(self, model: keras.Model) -> None:
         # Not the file's constructor: there is none.

@@ -30,14 +30,13 @@ def check_compile_arguments(
     strategy: tf.distribute.Strategy,
     model: keras.Model,
     arguments: Mapping[str, Any],
-    can_run_eagerly: bool = True,
-    can_compile: bool = False,
+    can_run_eagerly: bool,
+    can_compile: bool,
+    jit_blocks: int | None,
 ) -> None:
     """Checks the arguments of `compile()`.
 
     Args:
-        strategy: The model's strategy.
-        model: The model.
         arguments: Those that `compile` was given, by name.
         can_run_eagerly: Whether the strategy's steps can run eagerly.
         can_compile: Whether XLA can compile parts of them.
@@ -54,13 +53,12 @@ def check_compile_arguments(
             "a step that talks to other devices; it has no collectives for CPUs. Use "
             "`jit_compile=False` or leave the default. Received: jit_compile=True"
         )
-    blocks = getattr(strategy, "jit_blocks", None)
-    if blocks is not None and arguments.get("jit_compile") is False:
+    if jit_blocks is not None and arguments.get("jit_compile") is False:
         raise ValueError(
             "`jit_compile=False` has XLA compile nothing, and `jit_blocks` of the strategy is the "
             "number of parts in which it compiles the train step. Leave `jit_compile` at its "
             "default, or make the strategy without `jit_blocks`. "
-            f"Received: jit_compile=False, jit_blocks={blocks}"
+            f"Received: jit_compile=False, jit_blocks={jit_blocks}"
         )
     if arguments.get("run_eagerly") and not can_run_eagerly:
         raise ValueError(

@@ -19,7 +19,6 @@ class CompilationCount:
     itself, in a table of this process.
 
     Args:
-        name: The model's name.
         is_local: Whether this process computes the functions.
     """
 
@@ -34,7 +33,6 @@ class CompilationCount:
 
         Args:
             layers: Names of the layers that the function calls.
-            tensors: Its arguments.
         """
         if all(tensor.shape.is_fully_defined() for tensor in tensors):
             shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
+
 # Others would add what their few bits cannot hold.
 _DTYPES = tf.float32, tf.float64
 _CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
@@ -18,9 +20,6 @@ _CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
 
 def summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """A gradient in which no row comes twice.
-
-    Args:
-        slices: `tf.IndexedSlices`.
 
     Returns:
         `tf.IndexedSlices` with the sums, in the order in which the rows came first.
@@ -61,7 +60,6 @@ def summed_for(
 
     Args:
         optimizer: Keras optimizer, or anything else, for which nothing is known.
-        gradient: Tensor, `tf.IndexedSlices` or None.
     """
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype not in _DTYPES:
         return gradient
@@ -70,6 +68,6 @@ def summed_for(
 
 def _is_linear(optimizer: Any) -> bool:
     """Whether an update changes weights and momenta by multiples of the gradient."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     clips = any(getattr(one, name, None) for one in (optimizer, inner) for name in _CLIPS)
     return type(inner) is keras.optimizers.SGD and not clips

@@ -35,8 +35,6 @@ def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[
     """Builds optimizers that were built when the backup was made; in each process alike.
 
     Args:
-        strategy: The model's strategy.
-        model: The model.
         described: What `describe` has returned then.
     """
     own = optimizers.reached_optimizers(model)
@@ -78,7 +76,6 @@ def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]
     """Sees that all optimizers of a step can be restored in another process.
 
     Args:
-        model: The model.
         used: The optimizers that steps have built.
 
     Raises:

@@ -41,7 +41,7 @@ def variables_of_apply(
         return None
     # Of optimizers that compile() was not given.
     checks.check_accumulation(updates, optimizer)
-    checks.check_accumulation(updates, getattr(optimizer, "inner_optimizer", optimizer))
+    checks.check_accumulation(updates, unwrapped(optimizer))
     return variables
 
 

@@ -12,10 +12,6 @@ def scalar_tensor(number: int | float, dtype: tf.DType) -> tf.Tensor:
     (`TFE_TensorHandleCache`): 0.8 kB for each step. It keeps none that is made of an array.
 
     Args:
-        number: The number.
         dtype: The tensor's type.
-
-    Returns:
-        An eager tensor.
     """
     return tf.constant(np.array(number, dtype.as_numpy_dtype))

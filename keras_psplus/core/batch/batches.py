@@ -55,7 +55,6 @@ class World(NamedTuple):
 
     Attributes:
         rank: Index of this worker's first replica.
-        local_replicas: Replicas on this worker.
         replicas: Replicas in all.
     """
 
@@ -93,7 +92,6 @@ class World(NamedTuple):
         The batch has `batch_size` rows, or fewer if it is the last.
 
         Args:
-            batch_size: Int.
             is_even: Whether there are no smaller ones.
         """
         # More than with a whole batch: of 7 and 8 rows for five workers, the third has 2 and 1.
@@ -122,7 +120,6 @@ class OwnRows(NamedTuple):
     """Row ranges of one worker, for batches that hold only its rows.
 
     Attributes:
-        world: `World` of the worker.
         batch_size: Rows of a global batch.
         is_even: Whether none of them has fewer.
     """
@@ -160,7 +157,6 @@ def split(data: Any, world: World, pads: bool = True) -> Shards:
 
     Args:
         data: Structure of tensors.
-        world: `World`.
         pads: Whether a replica without rows gets one that does not count.
     """
     rows = rows_of(data)

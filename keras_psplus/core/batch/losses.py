@@ -52,6 +52,7 @@ def is_by_variables(call: Call) -> bool:
 def gradient_of_own_mean(call: Call) -> Any:
     """Gradients of a mean over the replica's rows, scaled by its batch fraction."""
     step = current_step_with_batch_fraction()
+    assert step is not None
     seeds = tf.nest.map_structure(
         lambda t: None if is_mean(t) else step.unscale_by_batch_fraction(tf.ones_like(t)),
         call.get("target"),
@@ -67,7 +68,6 @@ def note_gradients(
     Args:
         call: The call of the tape.
         grads: What the tape has returned, scaled by the batch fraction.
-        step: The replica's step.
         note: Function of gradients and their variables that returns what stands for them.
     """
     target, sources = call.get("target"), call.get("sources")
@@ -189,7 +189,8 @@ def get_attribute(call: Call) -> Any:
     """A metric's attribute; in its `update_state`, losses are those of the replica's own rows."""
     attribute, name = call.proceed(), call.get("name")
     if name == "result":
-        return current_step().result_of(call.owner, attribute)
+        step = current_step()
+        return attribute if step is None else step.result_of(call.owner, attribute)
     step = current_step_with_batch_fraction() if name == "update_state" else None
     if step is None:
         return attribute

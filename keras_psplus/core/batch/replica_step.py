@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _local = threading.local()
 
 
-def current_step() -> Any:
+def current_step() -> ReplicaStep | None:
     """The `ReplicaStep` that this thread is in, or None."""
-    return getattr(_local, "step", None)
+    step: ReplicaStep | None = getattr(_local, "step", None)
+    return step
 
 
 def part_of(variable: Any) -> int | None:
@@ -33,7 +34,8 @@ def part_of(variable: Any) -> int | None:
 
     None if parts are not compiled one by one.
     """
-    calls = getattr(current_step(), "compiled_calls", None)
+    step = current_step()
+    calls = None if step is None else step.compiled_calls
     blocks = None if calls is None else calls.blocks
     return None if blocks is None else blocks.part_of(variable)
 
@@ -45,7 +47,6 @@ class ReplicaStep:
         engine: `keras_psplus.engine.Engine` of the strategy that takes the step.
 
     Attributes:
-        engine: The same.
         can_sum: Whether replicas can ask each other during the step.
         metric_losses: `MetricLosses` of the step.
         compiled_calls: `CompiledCalls` if XLA is to compile calls of models, else None.
@@ -57,6 +58,12 @@ class ReplicaStep:
         self.engine = engine
         self.metric_losses = MetricLosses()
         self.compiled_calls: CompiledCalls | None = None
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """The step of this kind that this thread is in, or None."""
+        step = current_step()
+        return step if isinstance(step, cls) else None
 
     def __enter__(self) -> Self:
         self._outer, _local.step = current_step(), self
@@ -91,7 +98,7 @@ class ReplicaStep:
         raise NotImplementedError
 
 
-def current_step_with_batch_fraction() -> Any:
+def current_step_with_batch_fraction() -> ReplicaStep | None:
     """The current step of this thread if its batch fraction is known, else None."""
     step = current_step()
     return step if step is not None and step.has_batch_fraction else None

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from keras_psplus.cluster.monitor import trace
 from keras_psplus.communication import Traffic
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
-# Path, direction and compressor, as in `Traffic`.
-_Key = tuple[str, str, str | None]
+# Path, direction and description of the compressor, as in `Traffic`.
+Key: TypeAlias = tuple[str, str, str | None]
 
 
 class TensorTraffic(NamedTuple):
     """Bytes of one variable's gradient at one step: Python numbers, or scalars of the graph.
 
     Attributes:
-        path: The variable's path.
         compressor: Description of the compressor, or None.
         logical: Bytes of the gradient.
         compressed: Bytes of the payload.
@@ -48,14 +47,13 @@ class TrafficVariables:
     def __init__(self, device: str = "CPU:0") -> None:
         self._device = device
         # By who counts, and what a step sends.
-        self._totals: dict[tuple[int, tuple[_Key, ...]], tf.Variable] = {}
+        self._totals: dict[tuple[int, tuple[Key, ...]], tf.Variable] = {}
         self._seconds: Any = None
 
     def add(self, entries: Sequence[TensorTraffic], replica: int = 0) -> None:
         """Adds the entries of one step, in the graph.
 
         Args:
-            entries: The entries.
             replica: Number of the local replica that counts: branches of one do not wait for those
                 of another.
         """
@@ -106,7 +104,7 @@ class TrafficVariables:
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`."""
-        sums: dict[_Key, tuple[int, ...]] = {}
+        sums: dict[Key, tuple[int, ...]] = {}
         # Another thread may be tracing a step.
         for (_, keys), variable in list(self._totals.items()):
             for key, numbers in zip(keys, variable.numpy().tolist()):
@@ -115,5 +113,4 @@ class TrafficVariables:
         return [Traffic(*key, *numbers) for key, numbers in sums.items()]
 
     def _zeros(self, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
-        with ops.init_scope(), ops.device(self._device):
-            return resource_variable_ops.ResourceVariable(tf.zeros(shape, dtype), trainable=False)
+        return made_outside(lambda: tf.zeros(shape, dtype), self._device)

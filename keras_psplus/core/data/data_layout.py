@@ -12,11 +12,7 @@ _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", 
 
 
 def layout_of(iterator: Any) -> dict[str, int | None]:
-    """Numbers of batches and rows of an epoch, independent of the number of workers.
-
-    Args:
-        iterator: Keras's epoch iterator.
-    """
+    """Numbers of batches and rows of an epoch, independent of the number of workers."""
     adapter = iterator.data_adapter
     if isinstance(adapter, UnknownLength):
         adapter = adapter.of

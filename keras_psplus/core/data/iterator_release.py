@@ -29,9 +29,6 @@ _UNUSED = 2
 class Dataset:
     """A dataset whose iterators are destroyed in separate threads.
 
-    Args:
-        dataset: A `tf.data.Dataset` or `tf.distribute.DistributedDataset`.
-
     Attributes:
         of: That dataset.
     """

@@ -29,7 +29,6 @@ def dependent_outputs(operation: tf.Operation, inputs: Collection[int]) -> set[i
     """The numbers of an operation's outputs that depend on some of its inputs.
 
     Args:
-        operation: The operation.
         inputs: Numbers of inputs.
     """
     found = _dependent(operation.graph, operation.node_def, set(inputs))

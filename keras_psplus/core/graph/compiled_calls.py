@@ -61,7 +61,6 @@ class CompiledCalls:
         blocks: Cuts models into parts; None for calls in one function each.
 
     Attributes:
-        blocks: The same.
         count: Number of calls that are compiled.
         reasons: Reasons why others are not, in words.
     """
@@ -112,12 +111,8 @@ class CompiledCalls:
 
         Args:
             original: Function of the layer and its arguments that calls it.
-            layer: The layer.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
-
-        Returns:
-            Outputs of the layer.
         """
         function = functools.partial(original, layer)
         if self._is_cut(layer):
@@ -145,7 +140,6 @@ class CompiledCalls:
         Args:
             function: Function of the arguments that calls the layers.
             layers: The layers, among other operations of a model.
-            args: Arguments.
             kwargs: Keyword arguments.
             key: Where a function is for several calls in one graph: what they have in common.
             device: Name of the device that it runs on, if its variables may be on others.
@@ -182,9 +176,6 @@ class CompiledCalls:
 
         Args:
             call: The call of `Function._run_through_graph`.
-
-        Returns:
-            Outputs of the model.
         """
         run = call.get("operation_fn") or _same
         if self._is_inside:
@@ -302,9 +293,7 @@ def run_segment(segment: Segment, run: Callable[..., Any], given: list[Any]) -> 
     """Outputs of a segment, uncompiled.
 
     Args:
-        segment: The segment.
         run: Function of an operation that returns what calls it.
-        given: List of its inputs.
     """
     return segment.function._run_through_graph(given, operation_fn=run)
 

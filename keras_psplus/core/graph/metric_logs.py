@@ -29,7 +29,6 @@ class Read(NamedTuple):
 
     Attributes:
         tensor: What was read.
-        state: Number of the state.
         is_last: Whether the step does not change the state any more after that.
         is_first: Whether the step has not changed the state before.
     """

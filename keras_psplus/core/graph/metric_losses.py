@@ -93,8 +93,6 @@ def update_state(
     """A metric's method `update_state`, in whose call losses are local.
 
     Args:
-        losses: `MetricLosses` of the step.
-        metric: The metric.
         update: Its bound method.
     """
 

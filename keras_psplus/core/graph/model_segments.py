@@ -28,9 +28,7 @@ class Segment:
     """Part of a model's graph.
 
     Attributes:
-        kind: The kind of its operations.
         operations: Its operations, in their order.
-        function: `keras.Function` of it.
     """
 
     kind: Hashable

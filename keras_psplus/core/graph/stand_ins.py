@@ -26,11 +26,10 @@ class TapeCall:
 
     Args:
         grads: List of tensors, `tf.IndexedSlices` or None.
-        variables: Their variables.
 
     Attributes:
         parts: List of the gradients, without None.
-        variables: Their variables.
+        graph: The graph that the stand-ins are in, None for eager tensors.
         given: List like `grads`, of stand-ins; in eager mode, of copies.
         is_open: Whether the stand-ins are still in the place of the parts.
     """
@@ -39,10 +38,10 @@ class TapeCall:
         kept = [i for i, gradient in enumerate(grads) if gradient is not None]
         self.parts = [grads[i] for i in kept]
         self.variables = [variables[i] for i in kept]
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._own = [_stand_in(gradient) for gradient in self.parts]
         self._tensors = [tensor for one in self._own for tensor in _leaves(one)]
-        self._ops = set() if self._graph is None else {id(tensor.op) for tensor in self._tensors}
+        self._ops = set() if self.graph is None else {id(tensor.op) for tensor in self._tensors}
         self._places = kept, len(grads)
         # Numbers of the parts that an optimizer has taken, by ids of their variables.
         self._taken: dict[int, int] = {}
@@ -63,22 +62,13 @@ class TapeCall:
         return ", ".join(names[:3]) + (" and others" if names[3:] else "")
 
     @property
-    def graph(self) -> tf.Graph | None:
-        """The graph that the stand-ins are in, None for eager tensors."""
-        return self._graph
-
-    @property
     def is_eager(self) -> bool:
         """Whether the gradients are eager tensors."""
-        return self._graph is None
-
-    def is_in(self, graph: tf.Graph) -> bool:
-        """Whether the stand-ins are operations of a graph."""
-        return self._graph is graph
+        return self.graph is None
 
     def graph_context(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which operations are added where the stand-ins are."""
-        return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
+        return contextlib.nullcontext() if self.graph is None else self.graph.as_default()
 
     def is_used(self, outputs: Sequence[Any] = ()) -> bool:
         """Whether anything uses a stand-in where it can still be replaced.
@@ -101,7 +91,7 @@ class TapeCall:
         """The part that a gradient is the stand-in for, or None."""
         for i, (own, part) in enumerate(zip(self._own, self.parts)):
             if _is_same(own, gradient):
-                if self._graph is not None:
+                if self.graph is not None:
                     # What takes the part may ask whether anything else uses it.
                     _replace(
                         own, tf.nest.map_structure(_nothing_like, part, expand_composites=True)
@@ -119,7 +109,7 @@ class TapeCall:
         """Whether a gradient is a stand-in or was computed of one."""
         if gradient is None or self._is_finished:
             return False
-        if self._graph is None:
+        if self.graph is None:
             # What eager tensors were computed of is not known.
             return True
         return any(id(op) in self._ops for op in _sources(_leaves(gradient), self._ops))
@@ -130,7 +120,7 @@ class TapeCall:
             return False
         if isinstance(_leaves(gradient)[0], framework_ops.EagerTensor):
             return True
-        name = getattr(self._graph, "name", None)
+        name = getattr(self.graph, "name", None)
         return any(
             op.type in _CALLS and name in op.get_attr("f").name
             for op in _sources(_leaves(gradient))
@@ -147,7 +137,7 @@ class TapeCall:
                 continue
             seen.add(id(tensor))
             graph = _graph_of_call(tensor.op)
-            if self._graph is not None and graph is self._graph:
+            if self.graph is not None and graph is self.graph:
                 ends = _sources([graph.outputs[tensor.value_index]], self._ops)
                 if is_changed and any(id(op) in self._ops for op in ends):
                     return True
@@ -159,7 +149,7 @@ class TapeCall:
     def close(self, sums: Sequence[Gradient]) -> None:
         """Puts sums in the place of all stand-ins."""
         for i, (own, total) in enumerate(zip(self._own, sums)):
-            if self._graph is None:
+            if self.graph is None:
                 self._own[i] = total
             else:
                 _replace(own, total)
@@ -172,7 +162,7 @@ class TapeCall:
         """
         for variable, total in zip(variables, sums):
             i = self._taken.get(_identity(variable))
-            if i is not None and all(t.graph is self._graph for t in _leaves(total)):
+            if i is not None and all(t.graph is self.graph for t in _leaves(total)):
                 _replace(self._own[i], total)
                 del self._taken[_identity(variable)]
                 self._put += 1
@@ -181,7 +171,7 @@ class TapeCall:
     @property
     def _is_finished(self) -> bool:
         """Whether the graph was that of a function whose tracing is over."""
-        graph = self._graph
+        graph = self.graph
         if not isinstance(graph, func_graph.FuncGraph):
             return False
         current = tf.compat.v1.get_default_graph()
@@ -192,7 +182,7 @@ class TapeCall:
         return True
 
     def _is_returned(self, op: tf.Operation) -> bool:
-        outputs = {id(output) for output in getattr(self._graph, "outputs", ())}
+        outputs = {id(output) for output in getattr(self.graph, "outputs", ())}
         return op.type == "Identity" and id(op.outputs[0]) in outputs
 
 

@@ -106,6 +106,22 @@ def operations_before(tensors: Sequence[tf.Tensor], sources: Any) -> list[tf.Ope
     return ordered
 
 
+def with_inputs(waiting: list[tf.Operation]) -> set[tf.Operation]:
+    """Some operations, and all that they need.
+
+    Args:
+        waiting: List of operations, which is used up.
+    """
+    found = set()
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs]
+            waiting += op.control_inputs
+    return found
+
+
 def _is_pure(operation: tf.Operation) -> bool:
     return operation.type not in _INPUTS and not operation.op_def.is_stateful
 

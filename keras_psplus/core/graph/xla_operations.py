@@ -21,9 +21,6 @@ def missing(graph: tf.Graph) -> list[str]:
     Collectives count as lacking: XLA has none for CPUs. So do loops: what they keep for their
     gradient cannot leave a compiled function.
 
-    Args:
-        graph: Graph of a function.
-
     Returns:
         Sorted list of names.
     """
@@ -37,7 +34,6 @@ def missing_of(graph: tf.Graph, operations: Iterable[tf.Operation]) -> list[str]
     """Types of some operations, and of functions that they call, that XLA lacks.
 
     Args:
-        graph: Graph of a function.
         operations: Some of its operations.
 
     Returns:

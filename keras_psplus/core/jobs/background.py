@@ -14,7 +14,6 @@ def start(function: Callable[[], Any], name: str) -> concurrent.futures.Future[A
 
     Args:
         function: Function without arguments.
-        name: The thread's name.
 
     Returns:
         Future of what the function returns or raises.

@@ -32,7 +32,6 @@ def run_on_chief(
 
     Args:
         control: `core.jobs.control.ControlPlane`, or None if there is one worker.
-        is_chief: Whether this is the chief.
         what: What it is, for messages.
         work: Function without arguments that returns what can be turned into JSON.
 

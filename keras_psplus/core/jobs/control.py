@@ -57,17 +57,12 @@ class ControlPlane:
         stall_warning: float | None,
         silent: Callable[[], Collection[str]],
     ) -> None:
-        self._task, self._silent = task, silent
+        self.task, self._silent = task, silent
         self._names = [task_name(job, index) for job, index, _ in task.tasks() if job != "ps"]
         self._timeout, self._stall_warning = timeout, stall_warning
         self._sequence = 0
         # This worker's messages that others may be yet to read: numbers and keys.
         self._posted: list[tuple[int, str]] = []
-
-    @property
-    def task(self) -> TaskConfig:
-        """`TaskConfig` of this process."""
-        return self._task
 
     @property
     def lost(self) -> Collection[str]:
@@ -93,7 +88,7 @@ class ControlPlane:
         """
         message = f"{kind}\n{fingerprint}\n{description}"
         leader = self._names[0]
-        if self._task.name == leader:
+        if self.task.name == leader:
             self._put(message)
             self._sequence += 1
             return
@@ -102,9 +97,9 @@ class ControlPlane:
         if theirs.split("\n")[:2] != message.split("\n")[:2]:
             self._fall_out(
                 f"Workers have fallen out of step: {leader} is at {_readable(theirs)}, "
-                f"{self._task.name} is at {_readable(message)}. Every worker must run the same "
+                f"{self.task.name} is at {_readable(message)}. Every worker must run the same "
                 "script and build the same model in the same order. "
-                f"Received: {_readable(message)} on {self._task.name} ({self._task.address})"
+                f"Received: {_readable(message)} on {self.task.name} ({self.task.address})"
             )
 
     def exchange(self, kind: str, text: str) -> list[str]:
@@ -114,7 +109,7 @@ class ControlPlane:
         """
         self._put(f"{kind}\n\n{text}")
         large = is_large(len(self._names))
-        if large and self._task.name != self._names[0]:
+        if large and self.task.name != self._names[0]:
             # Who is at something else has no texts for those that are at this.
             self._text_of(self._names[0], kind)
             texts: list[str] = json.loads(self._get(_ALL, kind))
@@ -133,9 +128,9 @@ class ControlPlane:
         if their_kind != kind:
             self._fall_out(
                 f"Workers have fallen out of step: {name} is at {_readable(theirs)}, "
-                f"{self._task.name} is at {kind}. A callback or a condition in the script "
+                f"{self.task.name} is at {kind}. A callback or a condition in the script "
                 "that holds on some workers only is the usual cause; every worker must take "
-                f"the same steps. Received: {kind} on {self._task.name}"
+                f"the same steps. Received: {kind} on {self.task.name}"
             )
         return their_text
 
@@ -159,7 +154,7 @@ class ControlPlane:
             where: Where it is, for people.
         """
         try:
-            self._put(f"{steps}\n{self._task.name}\n{where}", _STOP)
+            self._put(f"{steps}\n{self.task.name}\n{where}", _STOP)
         except tf.errors.OpError:
             pass  # Another one has said the same.
 
@@ -176,10 +171,6 @@ class ControlPlane:
     def post(self, name: str, text: str) -> bool:
         """Posts a text that is no step of the sequence, once in a job.
 
-        Args:
-            name: Name of the text.
-            text: The text.
-
         Returns:
             False if a text of that name is there already.
         """
@@ -190,19 +181,13 @@ class ControlPlane:
         return True
 
     def listen(self, name: str) -> str:
-        """Waits for a text that another worker posts, without end: for a separate thread.
-
-        Args:
-            name: Name of the text.
-        """
+        """Waits for a text that another worker posts, without end: for a separate thread."""
         return listen(_posted_key(name))
 
     def wait_for(self, name: str, whom: str, kind: str) -> str:
         """Waits for a text that another worker posts, as `exchange` waits.
 
         Args:
-            name: Name of the text.
-            whom: The worker.
             kind: What this one is doing.
         """
         return self._wait(_posted_key(name), whom, kind)
@@ -211,13 +196,12 @@ class ControlPlane:
         """Ends the steps of all workers, as one has stopped.
 
         Args:
-            stop: `Stop` of that worker.
             at: Where this one is, for people.
         """
         # TensorFlow cuts what it passes on.
         message = (
             f"Workers have fallen out of step: {stop.name} has stopped training {stop.where}, "
-            f"{self._task.name} is at {at}. Set `stop_training` on all workers after the same "
+            f"{self.task.name} is at {at}. Set `stop_training` on all workers after the same "
             f"batch, or at an epoch's end. Received: stop_training=True on {stop.name} alone"
         )
         self.post_end(message)
@@ -247,7 +231,7 @@ class ControlPlane:
         self._call(context.context().set_config_key_value, key, message)
 
     def _key(self, sequence: int, name: str | None = None) -> str:
-        return f"keras_psplus/{sequence}/{name or self._task.name}"
+        return f"keras_psplus/{sequence}/{name or self.task.name}"
 
     def _get(self, name: str, kind: str, for_all: bool = False) -> str:
         whom = f"one that {self._names[0]} waits for" if name == _ALL else name
@@ -262,9 +246,9 @@ class ControlPlane:
                 )
                 if schedule.has_warned:
                     waited = time.monotonic() - start
-                    logger.warning("%s at %s goes on after %.0f s", self._task.name, kind, waited)
+                    logger.warning("%s at %s goes on after %.0f s", self.task.name, kind, waited)
                 try:
-                    failure.raise_if_ended(self._task, text)
+                    failure.raise_if_ended(self.task, text)
                 except PeerLostError:
                     if for_all:
                         self._put(text, _ALL)
@@ -273,11 +257,11 @@ class ControlPlane:
                     raise ValueError(text)
                 return text
             except tf.errors.DeadlineExceededError as error:
-                failure.raise_if_peer_gone(self._task, error, self._silent())
+                failure.raise_if_peer_gone(self.task, error, self._silent())
                 waited = time.monotonic() - start
                 if waited > self._timeout:
                     raise RuntimeError(
-                        f"{self._task.name} waited {waited:.0f} s at {kind} for {whom}, which is "
+                        f"{self.task.name} waited {waited:.0f} s at {kind} for {whom}, which is "
                         "alive but did not come to the same point. Every worker must run the same "
                         f"script. Received: timeout={self._timeout:.0f} s"
                     ) from None
@@ -285,7 +269,7 @@ class ControlPlane:
                     schedule.note_warned(waited)
                     logger.warning(
                         "%s at %s has waited %.0f s of %.0f s for the others; not arrived: %s",
-                        self._task.name,
+                        self.task.name,
                         kind,
                         waited,
                         self._timeout,
@@ -308,7 +292,7 @@ class ControlPlane:
                 value, error = result.get(timeout=2 * _POLL_SECONDS)
             except queue.Empty:
                 hang = TimeoutError(f"no answer from the coordination service at {self._names[0]}")
-                failure.raise_if_peer_gone(self._task, hang, self._silent())
+                failure.raise_if_peer_gone(self.task, hang, self._silent())
                 continue
             if error is not None:
                 raise error

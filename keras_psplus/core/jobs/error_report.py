@@ -63,7 +63,6 @@ def watch(
     A failure is an uncaught exception or a non-zero exit code.
 
     Args:
-        task: `TaskConfig` of this process.
         is_cause: Function that tells whether this process's failure is not another one's.
         post: As for `report`.
     """

@@ -96,7 +96,6 @@ def raise_if_peer_lost(task: TaskConfig, error: BaseException) -> None:
     """Raises PeerLostError, with their names, if other tasks do not answer.
 
     Args:
-        task: `TaskConfig` of this process.
         error: TensorFlow's error that made somebody ask.
     """
     lost = _lost_peers(task)
@@ -111,7 +110,6 @@ def raise_if_peer_gone(task: TaskConfig, error: BaseException, silent: Collectio
     One that does not answer just now may go on.
 
     Args:
-        task: `TaskConfig` of this process.
         error: TensorFlow's error that made somebody ask.
         silent: Names of those that have been silent for too long.
     """
@@ -144,7 +142,6 @@ def raise_if_ended(task: TaskConfig, text: str) -> None:
     The error has the cause that the report names.
 
     Args:
-        task: `TaskConfig` of this process.
         text: Anything.
     """
     global _ended_address
@@ -172,7 +169,6 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
     It ends past TensorFlow's shutdown barrier if a peer was lost.
 
     Args:
-        task: `TaskConfig` of this process.
         post: As for `error_report.report`.
     """
     error_report.watch(task, lambda: _failed_at is None, post)

@@ -69,7 +69,6 @@ class Preemption:
         """Notes SIGTERM from now on, if something of a `fit` can be saved.
 
         Args:
-            progress: Progress of the `fit`.
             are_servers_told: Function that asks whether a process that serves this one has got
                 SIGTERM; a thread calls it now and then.
         """
@@ -130,7 +129,6 @@ class Preemption:
 
         Args:
             is_last: Whether `fit` ends with this batch, so that there is nothing to save for.
-            is_told: Whether this process is told to end.
         """
         self._batches += 1
         if is_told and self._until is None and not is_last:

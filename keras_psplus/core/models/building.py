@@ -59,7 +59,6 @@ def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
     """Traces a function of a batch, which makes variables, without running it.
 
     Args:
-        run: The function.
         batch_spec: Type specification of the batch.
     """
 
@@ -83,15 +82,12 @@ class Builder:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         # What a step leaves unbuilt, by the step's name: it is not traced again for that.
-        self._left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._left = weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]]()
 
     def build(self, model: keras.Model, step_name: str, batch: Any) -> None:
         """Makes the variables that a step of a model needs.
 
         Args:
-            model: The model.
             step_name: `"train_step"` or `"test_step"`.
             batch: The batch, or its type specification.
         """

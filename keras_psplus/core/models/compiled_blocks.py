@@ -11,7 +11,6 @@ it are computed.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ import tensorflow as tf
 
 from keras_psplus.core.graph.model_segments import nodes_in_order
 from keras_psplus.core.models.units import is_unit
-from keras_psplus.planning.contiguous_parts import contiguous_parts, part_numbers
+from keras_psplus.planning.contiguous_parts import contiguous_parts, part_numbers, summed
 
 
 class CompiledBlocks:
@@ -72,9 +71,6 @@ class CompiledBlocks:
     def parts_of(self, function: keras.Function) -> dict[int, int]:
         """Cuts the graph of a functional model.
 
-        Args:
-            function: The model.
-
         Returns:
             Dict from ids of the graph's nodes to numbers of parts, which increase along the graph.
         """
@@ -93,11 +89,10 @@ class CompiledBlocks:
             sizes.append(self._bytes([operation]) if is_counted else 0)
             seen.add(id(operation))
         heavy = [size for size in sizes if size]
-        sums = [0, *itertools.accumulate(heavy)]
-        number = min(self._count(sums[-1]), len(heavy))
+        number = min(self._count(sum(heavy)), len(heavy))
         if number < 2:
             return {}
-        cuts = contiguous_parts(len(heavy), number, lambda _, first, end: sums[end] - sums[first])
+        cuts = contiguous_parts(len(heavy), number, summed(heavy))
         numbers, part = iter(part_numbers(cuts)), 0
         found: dict[int, int] = {}
         for node, size in zip(nodes, sizes):

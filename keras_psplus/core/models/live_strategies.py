@@ -31,7 +31,6 @@ def note(strategy: tf.distribute.Strategy, in_cluster: bool) -> None:
     """Notes that a strategy distributes training in this process.
 
     Args:
-        strategy: The strategy.
         in_cluster: Whether it connects this process to others.
     """
     _live.add(strategy)

@@ -79,7 +79,6 @@ def check_built_in_scope(model: keras.Model, method: str) -> None:
     """Raises if the model was built outside the strategy's scope.
 
     Args:
-        model: Keras model.
         method: Name of its method that is called.
 
     Raises:

@@ -37,7 +37,6 @@ def measure(
     """Runs some steps of a model with one worker's batch and with the global one.
 
     Args:
-        fit: Keras's own `fit`.
         model: Model that the script was about to train.
         args: Its other arguments.
         kwargs: Its keyword arguments.

@@ -28,7 +28,6 @@ class PlanRequest:
     """A request for a plan of stages, or for a measurement.
 
     Attributes:
-        file: Path of the file for the answer.
         stages: Number of stages; None for the measurement.
         microbatches: Number of micro-batches instead of the script's, or None.
         schedule: Name of the schedule instead of the script's, or None.
@@ -63,7 +62,6 @@ def before_training(strategy: tf.distribute.Strategy | None, call: Call) -> None
     """Answers a request, when a method that trains is called; returns if there is none.
 
     Args:
-        strategy: The strategy of the model, or None.
         call: The call of the model's method.
 
     Raises:

@@ -19,7 +19,6 @@ def write(path: str | os.PathLike[str], arrays: Iterable[tuple[str, np.ndarray]]
     """Writes arrays one after the other, of which memory holds one at a time.
 
     Args:
-        path: Path of the file.
         arrays: Pairs of names and arrays.
     """
     with tf.io.gfile.GFile(os.fspath(path), "wb") as file:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus import text_table
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.log import logger
 
@@ -76,7 +77,7 @@ class WaitingValues:
         fitting = {}
         for name, value in values.items():
             shape, dtype = forms[name]
-            value = _typed(np.asarray(value), dtype)
+            value = typed(np.asarray(value), dtype)
             if shape.is_compatible_with(value.shape) and value.dtype == dtype.as_numpy_dtype:
                 fitting[name] = value
                 continue
@@ -99,12 +100,10 @@ def _misfit(problem: str, values: Iterable[str]) -> ValueError:
 
 
 def _listed(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return text_table.listed(sorted(names), _MOST_NAMES)
 
 
-def _typed(array: np.ndarray, dtype: tf.DType) -> np.ndarray:
+def typed(array: np.ndarray, dtype: tf.DType) -> np.ndarray:
     """Array of a file in its dtype; NumPy's files do not support bfloat16."""
     is_unknown = array.dtype.kind == "V" and array.dtype.itemsize == dtype.size
     return array.view(dtype.as_numpy_dtype) if is_unknown else array

@@ -39,12 +39,7 @@ _UNREACHABLE_SECONDS = 60.0
 
 
 class WorkerFiles:
-    """The files of a strategy's workers.
-
-    Args:
-        strategy: The strategy.
-        state: Its `WorkerState`.
-    """
+    """The files of a strategy's workers."""
 
     def __init__(self, strategy: tf.distribute.Strategy, state: WorkerState) -> None:
         self._strategy, self._state = strategy, state
@@ -61,7 +56,6 @@ class WorkerFiles:
         """Writes what every worker keeps; when this returns, all workers have written theirs.
 
         Args:
-            model: The model.
             folder: The folder of what is saved, on this worker.
             what: Its kind, for messages.
             names_in_use: Function without arguments that is called on the chief and returns the

@@ -94,7 +94,6 @@ class WorkerState:
         """Gives the owner's states their values, now or when a step makes them.
 
         Args:
-            owner: The owner.
             values: Dict from units to arrays by names.
             is_strict: Whether to raise ValueError for what does not fit.
         """

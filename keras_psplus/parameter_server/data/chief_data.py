@@ -30,15 +30,14 @@ _POLICY = tf.data.experimental.AutoShardPolicy
 def on_workers(
     context: StepContext,
     adapter: Any,
-    in_order: bool,
+    keeps_order: bool,
     of_workers: Sequence[tuple[tf.data.Dataset, int]] | None,
     seed_for: Callable[[int], int],
 ) -> WorkerDataset | None:
     """Makes a dataset that the workers read; None if the chief reads the data.
 
     Args:
-        adapter: Keras's data adapter.
-        in_order: Whether results are wanted in the order of the data.
+        keeps_order: Whether results are wanted in the order of the data.
         of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
             script gave a function that makes them; the adapter has all of them then. Else None.
         seed_for: Function of the seed that new data would get, which returns the one to use.
@@ -59,7 +58,7 @@ def on_workers(
     if context.mode.is_sync:
         info_once("the chief reads the data, as it decides which worker takes what")
         return None
-    if in_order:
+    if keeps_order:
         info_once("predict: the chief reads the data, so that results keep their order")
         return None
     # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.

@@ -42,7 +42,6 @@ class WorkerWatch:
     a worker that is only stopped may go on, and a stall warning names it.
 
     Args:
-        addresses: Addresses of the workers, in order.
         timeout: Seconds to wait for one to come back.
     """
 

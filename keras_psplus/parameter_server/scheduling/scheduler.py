@@ -160,7 +160,6 @@ class Scheduler:
         """Schedules a function once a worker has room for it in its queue.
 
         Args:
-            args: Its arguments.
             on_done: Called with the function's result and its `Run`, from another thread.
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.

@@ -22,8 +22,6 @@ class StallProbe(stalls.StallProbe):
     """Probe of `stalls.Inspector` on the chief.
 
     Args:
-        queue: `ClosureQueue`.
-        progress: `Progress` of the chief.
         spec: Dict from jobs to lists of addresses.
     """
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,16 +30,17 @@ from keras_psplus.tf_internals import resource_variable_ops
 _HANDLES = "keras_psplus_worker_state"
 
 
-class WorkerStates:
+class WorkerStates(WorkerState):
     """Named states of all workers, accessed in steps, and by the chief between steps."""
 
+    kind = "worker"
+
     def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        # A worker may serve one job after another.
-        self._prefix = f"keras_psplus/{uuid.uuid4().hex}"
-        self._owners: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str] = (
-            weakref.WeakKeyDictionary()
-        )
+        super().__init__()
+        self._num_workers = num_workers
+        # Of resources' names in this run of the job: a worker may serve one job after another.
+        self.prefix = f"keras_psplus/{uuid.uuid4().hex}"
+        self._owners = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, str]()
         # By name: the shape and dtype.
         self._leaves: dict[str, tuple[tf.TensorShape, tf.DType]] = {}
         self._unsaved: set[str] = set()
@@ -50,14 +51,20 @@ class WorkerStates:
         self.losses = 0
 
     @property
-    def prefix(self) -> str:
-        """Prefix of the resources' names in this run of the job, which no other has."""
-        return self._prefix
+    def has_any(self) -> bool:
+        return not self._unsaved.issuperset(self._leaves)
 
     @property
-    def has_any(self) -> bool:
-        """Whether steps keep anything that is to be saved."""
-        return not self._unsaved.issuperset(self._leaves)
+    def units(self) -> Sequence[int]:
+        return range(self._num_workers)
+
+    @property
+    def total(self) -> int:
+        return self._num_workers
+
+    @property
+    def layout(self) -> str:
+        return f"{self.total}-workers"
 
     def owner(self, owner: keras.optimizers.Optimizer) -> str:
         """Name of an optimizer, whose states are deleted with it."""
@@ -92,7 +99,7 @@ class WorkerStates:
     def register(
         self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True
     ) -> None:
-        """Notes leaves, saved by `fetch` or not, and gives them values that wait for them."""
+        """Notes leaves, to be saved or not, and gives them values that wait for them."""
         new = {name: form for name, form in forms.items() if name not in self._leaves}
         self._leaves.update(forms)
         if not are_saved:
@@ -103,30 +110,29 @@ class WorkerStates:
             for worker, waiting in by_worker.items() if own else ():
                 self._assign(worker, owner, waiting.take(own))
 
-    def fetch(self, worker: int, owner: str) -> dict[str, np.ndarray] | None:
-        """Saved states of a worker, by names without the owner's; None if unreachable."""
-        fetched = {}
+    def arrays(
+        self, owner: keras.optimizers.Optimizer, unit: int
+    ) -> Iterable[tuple[str, np.ndarray]] | None:
+        owner_name, fetched = self.owner(owner), list[tuple[str, np.ndarray]]()
         try:
-            with on_worker(worker, device=None):
-                for name, (shape, dtype) in self._saved(owner).items():
-                    handle = self._eager_handle(f"{owner}/{name}", shape, dtype)
+            with on_worker(unit, device=None):
+                for name, (shape, dtype) in self._saved(owner_name).items():
+                    handle = self._eager_handle(f"{owner_name}/{name}", shape, dtype)
                     if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
                         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-                        fetched[name] = value.numpy()
+                        fetched.append((name, value.numpy()))
         except tf.errors.OpError as error:
             if not is_of_worker(error):
                 raise
             return None
         return fetched
 
-    def load(
-        self, owner: str, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
+    def assign(
+        self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
-        """Gives workers states of an owner; missing ones begin again.
-
-        With `is_strict`, raises ValueError for what does not fit; a worker may have none.
-        """
-        # Those of optimizers that are gone, now: the next one may come to have such a name.
+        # A worker may have none, and begins again. Those of optimizers that are gone, now: the next
+        # one may come to have such a name.
+        owner = self.owner(owner)
         self._destroy_ownerless()
         forms = self._saved(owner)
         waiting = {worker: WaitingValues() for worker in values}
@@ -161,7 +167,7 @@ class WorkerStates:
         """Lets all workers forget their states, or those of one owner."""
         self.losses += not of_owner
         names = [name for name in self._leaves if name.startswith(of_owner)]
-        for worker in range(self.num_workers if names else 0):
+        for worker in self.units if names else ():
             try:
                 with ops.init_scope(), on_worker(worker, device=None):
                     for name in names:
@@ -191,40 +197,3 @@ class WorkerStates:
 def _of_owner(owner: str, forms: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"{owner}/"
     return {n.removeprefix(prefix): form for n, form in forms.items() if n.startswith(prefix)}
-
-
-class ServedState(WorkerState):
-    """State of remote workers, whose steps are waited for first."""
-
-    kind = "worker"
-
-    def __init__(self, states: WorkerStates, finish_steps: Callable[[], Any]) -> None:
-        super().__init__(finish_steps)
-        self._states = states
-
-    @property
-    def has_any(self) -> bool:
-        return self._states.has_any
-
-    @property
-    def units(self) -> Sequence[int]:
-        return range(self.total)
-
-    @property
-    def total(self) -> int:
-        return self._states.num_workers
-
-    @property
-    def layout(self) -> str:
-        return f"{self.total}-workers"
-
-    def arrays(
-        self, owner: keras.optimizers.Optimizer, unit: int
-    ) -> Iterable[tuple[str, np.ndarray]] | None:
-        fetched = self._states.fetch(unit, self._states.owner(owner))
-        return None if fetched is None else fetched.items()
-
-    def assign(
-        self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
-    ) -> None:
-        self._states.load(self._states.owner(owner), values, is_strict)

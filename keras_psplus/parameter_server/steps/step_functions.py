@@ -84,7 +84,6 @@ class StepFunctions:
     """Worker functions of one step function, one for each form of its batches.
 
     Args:
-        context: The strategy's `StepContext`.
         step: Function of one batch.
         collect: Function of the `Trace` and the list of what single steps return. Returns a float64
             vector and a structure of tensors, which the worker function returns, and notes about
@@ -121,7 +120,6 @@ class StepFunctions:
         """The function for some batches.
 
         Args:
-            batches: List of batches, or `JoinedBatches`.
             element_spec: Type specification of the dataset's elements, if there is one.
             join: Whether the batches may be put together, to be sent in fewer messages.
 

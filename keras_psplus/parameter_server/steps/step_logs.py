@@ -49,7 +49,6 @@ def changes_and_logs(
     Each would cost a separate message.
 
     Args:
-        trace: The trace.
         results: List of what the steps have returned.
         metrics: Function of closure variables that returns a flat dict of results of metrics, of a
             step that several workers take together; else None.

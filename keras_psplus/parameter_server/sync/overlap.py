@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.closure_totals import are_same
 from keras_psplus.parameter_server.steps.step_functions import TracedStep
 from keras_psplus.parameter_server.sync.copies import Undo, WorkerCopies
 from keras_psplus.parameter_server.tracing.traffic import CountedFunction
+from keras_psplus.parameter_server.tracing.worker_function import is_on_ps
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import Pulls, written_by
 from keras_psplus.parameter_server.transport.reads import parts_of
@@ -92,9 +94,7 @@ class OverlapPlanner:
     def __init__(self, context: StepContext, on_chief: Callable[..., Any]) -> None:
         self._context, self._on_chief = context, on_chief
         # By graph: what the function that is traced has read of its copies.
-        self._read: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._read = weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]]()
         self._copies: WorkerCopies | None = None
 
     def begin(self, pulls: Pulls) -> None:
@@ -216,10 +216,9 @@ def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
     """Variables, or shards, that the optimizers of a step may write to."""
     found = {}
     for optimizer, _, variables in added:
-        inner = getattr(optimizer, "inner_optimizer", None)
-        of_optimizers = [*optimizer.variables, *(inner.variables if inner else ())]
+        of_optimizers = [*optimizer.variables, *unwrapped(optimizer).variables]
         for variable in [*variables, *of_optimizers]:
             for part in parts_of(variable._value):
-                if "/job:ps" in part.device:
+                if is_on_ps(part):
                     found[id(part)] = part
     return list(found.values())

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.scalars import scalar_tensor
-from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
@@ -78,8 +78,8 @@ class SyncFunctions:
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         vector, _, notes = self._collect(trace, results)
-        own, pulls = replica_step.current_step(), current_pulls()
-        assert pulls is not None
+        own, pulls = WorkerReplicaStep.current(), current_pulls()
+        assert own is not None and pulls is not None
         own.whole_reads = list(pulls.whole_reads.values())
         outputs: Any = ()
         if self._pushes_later:
@@ -93,7 +93,7 @@ class SyncFunctions:
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> HandedOver:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = unwrapped(optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         prefix = self._context.extended.worker_states.prefix
         values = [variable._value for variable in variables]
@@ -199,7 +199,7 @@ def _gradient(like: Gradient | None, leaves: Sequence[tf.Tensor]) -> Gradient | 
 
 def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer computes with a gradient before it updates the variable's shards."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     return bool(
         inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
     )

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.batch.traffic import Key
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.tracing.transfer_timer import (
     READ,
@@ -29,8 +31,6 @@ from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
 
-# Path, direction and description of the compressor, as in `Traffic`.
-Key: TypeAlias = tuple[str, str, str | None]
 # The traffic counter of the worker function that a thread is tracing.
 current_counter: ThreadValue[TrafficCounter] = ThreadValue()
 
@@ -121,7 +121,8 @@ class TrafficCounter:
 
     def summary(self, graph: tf.Graph) -> TrafficSummary:
         """Costs of a call, once the function has been traced into a graph."""
-        needed = _needed_operations(graph)
+        assert isinstance(graph, func_graph.FuncGraph)
+        needed = with_inputs([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
 
         def is_sent(tensor: tf.Tensor | None) -> bool:
             return tensor is None or any(consumer in needed for consumer in tensor.consumers())
@@ -232,26 +233,25 @@ def timing_push(gradients: Any) -> Iterator[None]:
 
 
 class TrafficTotals:
-    """All that came back from workers, added up on the chief."""
+    """All that came back from workers, added up on the chief.
+
+    Attributes:
+        seconds: Seconds for which workers have waited.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: dict[Key, np.ndarray] = {}
-        self._seconds = 0.0
+        self.seconds = 0.0
 
     def add(self, summary: TrafficSummary, counts: np.ndarray) -> CallCosts:
         """Adds what one call has cost, and returns it."""
         costs = summary.of_call(np.asarray(counts))
         with self._lock:
-            self._seconds += costs.seconds
+            self.seconds += costs.seconds
             for key, numbers in costs.traffic:
                 self._bytes[key] = self._bytes.get(key, 0) + numbers
         return costs
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for which workers have waited."""
-        return self._seconds
 
     def traffic(self) -> list[Traffic]:
         """List of `Traffic`."""
@@ -271,17 +271,3 @@ def size_in_bytes(tensors: Sequence[tf.Tensor]) -> int | tf.Tensor:
         for size, tensor in zip(sizes, tensors)
     ]
     return sum(sizes)
-
-
-def _needed_operations(graph: tf.Graph) -> set[tf.Operation]:
-    """Operations of a function that its outputs and its side effects need."""
-    assert isinstance(graph, func_graph.FuncGraph)
-    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    needed = set()
-    while waiting:
-        operation = waiting.pop()
-        if operation not in needed:
-            needed.add(operation)
-            waiting += [tensor.op for tensor in operation.inputs]
-            waiting += operation.control_inputs
-    return needed

@@ -1,4 +1,4 @@
-"""For how long a worker function waits for the parameter servers, measured in its graph."""
+"""Seconds for which a worker function waits for the parameter servers, measured in its graph."""
 
 import contextlib
 import re

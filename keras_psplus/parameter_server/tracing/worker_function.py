@@ -107,7 +107,6 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
     """A small variable of the chief that worker functions get a copy of.
 
     Args:
-        variable: The chief's variable.
         kind: `"total"`, a metric's state; `"seed"`, that of a seed generator, `(seed, counter)`; or
             `"state"`, of a layer that changes it in each step, such as BatchNormalization.
     """
@@ -147,6 +146,11 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
 
     def _should_act_as_resource_variable(self) -> None:
         pass
+
+
+def is_on_ps(variable: tf.Variable) -> bool:
+    """Whether a variable of TensorFlow's lies on a parameter server."""
+    return "/job:ps/" in (getattr(variable, "device", None) or "")
 
 
 def pack(variables: Sequence[ClosureVariable]) -> np.ndarray:

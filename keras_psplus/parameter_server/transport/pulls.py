@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
-from keras_psplus.core.graph.variable_read import record_read
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import writes
 from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES

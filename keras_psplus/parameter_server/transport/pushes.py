@@ -55,9 +55,7 @@ class Pushes:
 
     def __init__(self, compressors: Compressors, states: WorkerStates) -> None:
         self._compressors, self._states = compressors, states
-        self._known: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, dict[str, list[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, dict[str, list[str]]]()
 
     def send(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
+from keras_psplus.core.batch.traffic import Key
 from keras_psplus.parameter_server.tracing import local_copies, traffic, transfer
 from keras_psplus.parameter_server.transport.compressors import path_of
 from keras_psplus.tf_internals import framework_ops as ops
@@ -32,7 +33,7 @@ def raw_read(variable: tf.Variable) -> tf.Tensor:
 def read(
     parts: Sequence[tf.Variable],
     compressor: Compressor | None,
-    key: traffic.Key,
+    key: Key,
     in_turn: Callable[[tf.Variable], AbstractContextManager[None]] | None = None,
 ) -> tf.Tensor:
     """Brings a variable's value to the worker; `in_turn` makes the context of reading a part."""
@@ -56,7 +57,7 @@ def groups(variables: Sequence[tf.Variable]) -> list[list[int]]:
 def read_together(
     variables: Sequence[tf.Variable],
     compressors: Sequence[Compressor | None],
-    keys: Sequence[traffic.Key],
+    keys: Sequence[Key],
 ) -> list[tf.Tensor]:
     """Reads whole variables or shards of one server, small ones in one message."""
     payloads = [_encode(*one) for one in zip(variables, compressors, keys)]
@@ -68,7 +69,7 @@ def read_together(
 
 
 def gather(
-    variable: tf.Variable, rows: tf.Tensor, compressor: Compressor | None, key: traffic.Key
+    variable: tf.Variable, rows: tf.Tensor, compressor: Compressor | None, key: Key
 ) -> tf.Tensor:
     """Brings rows of a whole variable, or of a shard, to the worker."""
     row_shape, dtype = variable.shape[1:], variable.dtype
@@ -88,7 +89,7 @@ def gather(
     return values
 
 
-def key_of(variable: tf.Variable, compressor: Compressor | None) -> traffic.Key:
+def key_of(variable: tf.Variable, compressor: Compressor | None) -> Key:
     """Key under which a traffic counter counts the reads of a variable."""
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 

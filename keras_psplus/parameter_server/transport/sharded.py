@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.parameter_server.transport import pulls, reads
-from keras_psplus.tf_internals.composite_variable import CompositeVariable
+from keras_psplus.tf_internals.composite_variable import WrittenVariable
 
 # While an update runs shard by shard: the number of the shard that sharded variables are.
 current_shard: ThreadValue[int] = ThreadValue()
@@ -21,7 +21,7 @@ class ShardParts(tuple[Any, ...]):
     """An update's argument that is in parts already, one for each shard."""
 
 
-class ShardedVariable(CompositeVariable):
+class ShardedVariable(WrittenVariable):
     """A variable split along axis 0 over parameter servers, from TensorFlow's own one."""
 
     def __init__(self, sharded: Any) -> None:
@@ -128,15 +128,6 @@ class ShardedVariable(CompositeVariable):
             getattr(part, method)(value[first : first + part.shape[0]])
         return self
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign", value)
-
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._write("assign_sub", delta)
-
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
         shard = self._shard()
         if shard is not None:
@@ -144,15 +135,6 @@ class ShardedVariable(CompositeVariable):
         for part, own in zip(self.shards, self._decompose_slices(slices)):
             getattr(part, method)(own)
         return self
-
-    def scatter_add(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_update(self, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
-        return self._scatter("scatter_update", sparse_delta)
 
     def __repr__(self) -> str:
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.tracing import local_copies
@@ -31,9 +31,7 @@ class LocalSGDUpdates(WorkerUpdates):
 
     def __init__(self, context: StepContext, policy: LocalSGD) -> None:
         super().__init__(context, policy)
-        self._rounds: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, LocalSGDRounds] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._rounds = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, LocalSGDRounds]()
 
     def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
         def step_alone(batch: Any) -> Any:
@@ -79,8 +77,7 @@ class LocalSGDUpdates(WorkerUpdates):
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
     ) -> bool:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for variable in [*variables, inner._iterations]:
+        for variable in [*variables, unwrapped(optimizer)._iterations]:
             if local_copies.handle_of(parts_of(variable._value)[0]) is None:
                 raise ValueError(
                     "With `updates=LocalSGD(...)` under parameter servers, an optimizer has to be "

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
@@ -23,7 +24,7 @@ from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
 from keras_psplus.parameter_server.tracing import worker_function
 from keras_psplus.parameter_server.tracing.worker_function import pack
-from keras_psplus.updates import Updates
+from keras_psplus.updates import Updates, map_values
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context
 
@@ -62,18 +63,14 @@ class WorkerUpdates:
     def __init__(self, context: StepContext, policy: Updates | None) -> None:
         self.policy = policy
         self._context: Callable[[], Any] = weakref.ref(context)
-        self._units: weakref.WeakKeyDictionary[
+        self._units = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, dict[tuple[int, ...], _Unit]
-        ] = weakref.WeakKeyDictionary()
-        self._in_trace: weakref.WeakKeyDictionary[worker_function.Trace, list[Any]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._on_all_workers: weakref.WeakKeyDictionary[
+        ]()
+        self._in_trace = weakref.WeakKeyDictionary[worker_function.Trace, list[Any]]()
+        self._on_all_workers = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, tuple[int, Any]
-        ] = weakref.WeakKeyDictionary()
-        self._finished: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        ]()
+        self._finished = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int]()
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
         context.scheduler.on_worker_lost = self._note_loss
@@ -98,7 +95,7 @@ class WorkerUpdates:
         """
         assert self.policy is not None
         # Another worker's update may change the scale between this worker's batches.
-        gradients = [_over(g, _scale_of(optimizer)) for g in gradients]
+        gradients = _times_scale(optimizer, gradients, is_inverse=True)
         self.accumulate(
             optimizer,
             self.policy,
@@ -123,7 +120,7 @@ class WorkerUpdates:
         `apply` makes the update of the mean gradients and the variables. Batches count by their
         rows with `is_by_rows`; otherwise all count alike.
         """
-        units = self._units.setdefault(_owner(optimizer), {})
+        units = self._units.setdefault(unwrapped(optimizer), {})
         # An optimizer may be given one part of its variables now and another then.
         key = tuple(id(v) for g, v in zip(gradients, variables) if g is not None)
         if key not in units:
@@ -140,7 +137,7 @@ class WorkerUpdates:
 
     def _begin(self, optimizer: keras.optimizers.Optimizer, unit: _Unit) -> Any:
         states = self._context().extended.worker_states
-        state = WorkerVariables(states, f"{states.owner(_owner(optimizer))}/updates")
+        state = WorkerVariables(states, f"{states.owner(unwrapped(optimizer))}/updates")
         context = Context(state, unit.name, unit.forms, unit.variables)
         accumulation = unit.policy.on_replica(context)
         state.begin()
@@ -171,7 +168,7 @@ class WorkerUpdates:
 
     def finish(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has every worker send what it has, if there may be anything."""
-        owner, context = _owner(optimizer), self._context()
+        owner, context = unwrapped(optimizer), self._context()
         context.scheduler.join()
         count, finish = self._finisher(owner)
         is_finished = self._are_steps_counted and self._finished.get(owner) == self._steps
@@ -274,29 +271,20 @@ def _apply(
     means: Iterable[Gradient | None],
     variables: Sequence[keras.Variable],
 ) -> None:
-    scale = _scale_of(optimizer)
+    means = _times_scale(optimizer, means)
     with applying_flag.raised():
-        optimizer.apply([_times(mean, scale) for mean in means], variables)
+        optimizer.apply(means, variables)
 
 
-def _owner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
-    """The factor in the gradients that an optimizer is given, if it changes; else None."""
+def _times_scale(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Iterable[Gradient | None],
+    is_inverse: bool = False,
+) -> list[Gradient | None]:
+    """Gradients times, or over, the loss scale of an optimizer that changes it."""
     scale = getattr(optimizer, "dynamic_scale", None)
-    return None if scale is None else tf.convert_to_tensor(scale)
-
-
-def _over(gradient: Gradient | None, scale: tf.Tensor | None) -> Gradient | None:
-    return _times(gradient, None if scale is None else 1.0 / scale)
-
-
-def _times(gradient: Gradient | None, factor: tf.Tensor | None) -> Gradient | None:
-    if gradient is None or factor is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    if scale is None:
+        return list(gradients)
+    factor = tf.convert_to_tensor(scale)
+    factor = 1.0 / factor if is_inverse else factor
+    return [map_values(lambda v: v * tf.cast(factor, v.dtype), one) for one in gradients]

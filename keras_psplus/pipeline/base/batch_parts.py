@@ -15,7 +15,6 @@ class CutBatch(NamedTuple):
     """A batch that is cut.
 
     Attributes:
-        rows: Its number of rows.
         leaves: For each tensor of the batch, a tuple of one tensor for each pipeline: the rows of
             its micro-batches. What has no rows is there as it is.
     """

@@ -109,7 +109,6 @@ def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
     """Rows of a tensor that have come by themselves, with gradients by the tensor.
 
     Args:
-        tensor: The tensor.
         rows: Some of its rows.
         before: How many rows it has before them.
         after: How many it has after them.

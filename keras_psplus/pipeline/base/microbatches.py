@@ -16,9 +16,6 @@ def bounds(rows: int, count: int) -> list[tuple[int, int]]:
     Args:
         rows: Rows of the batch.
         count: Number of micro-batches; of a batch of fewer rows, there are as many as it has rows.
-
-    Returns:
-        List of pairs of ints.
     """
     count = max(1, min(rows, count))
     edges = [-(-i * rows // count) for i in range(count + 1)]
@@ -99,8 +96,6 @@ def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
     """Joins what the calls of a layer have returned.
 
     Args:
-        name: The layer's name.
-        parts: List of structures.
         sizes: Rows of each micro-batch.
 
     Returns:
@@ -139,7 +134,6 @@ def join_losses(
     A loss is a mean over rows, as everywhere in Keras, and counts by the rows of its micro-batch.
 
     Args:
-        layers: List of layers.
         found: For each micro-batch, a list of the losses of each layer.
         sizes: Rows of each micro-batch.
     """

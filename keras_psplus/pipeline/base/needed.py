@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.core.graph.subgraph import with_inputs
+
 # They change nothing, though TensorFlow counts them as if they did.
 _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
 
@@ -16,31 +18,12 @@ def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
     Args:
         graph: Graph of a function that is being traced.
         results: Structure of what the function returns.
-
-    Returns:
-        Set of operations.
     """
     waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
     for op in graph.get_operations():
         if op._is_stateful and op.type not in _READS:
             waiting.append(op)
     return with_inputs(waiting)
-
-
-def with_inputs(waiting: list[tf.Operation]) -> set[tf.Operation]:
-    """Some operations, and all that they need.
-
-    Args:
-        waiting: List of operations, which is used up.
-    """
-    found = set()
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [tensor.op for tensor in op.inputs]
-            waiting += op.control_inputs
-    return found
 
 
 def _is_in(leaf: Any) -> bool:

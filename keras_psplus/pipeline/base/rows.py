@@ -20,12 +20,7 @@ def rows_of_spec(structure: Any) -> int | None:
 
 
 def rows_of_data(adapter: Any, dataset: tf.data.Dataset) -> int | None:
-    """Rows of a full batch of `fit`'s data; None if it does not tell.
-
-    Args:
-        adapter: Keras's data adapter.
-        dataset: Its dataset.
-    """
+    """Rows of a full batch of `fit`'s data; None if it does not tell."""
     size = adapter.batch_size
     while size is None and dataset is not None:
         size = tf.get_static_value(getattr(dataset, "_batch_size", None))

@@ -1,6 +1,9 @@
 """Runs a layer on a device: its operations, and those of its gradients."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -8,9 +11,9 @@ import tensorflow as tf
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.pipeline.base.gradients import differentiable
-from keras_psplus.pipeline.graph.call_gradients import CallGradients
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import record
+from keras_psplus.tf_internals import record, resource_variable_ops
+from keras_psplus.updates.values import numbers_of
 
 
 def call(
@@ -30,9 +33,6 @@ def call(
     function's own device, by its own tape.
 
     Args:
-        device: Name of the device.
-        function: Function that is called.
-        args: Its arguments.
         kwargs: Its keyword arguments.
         forward: Context in which the function is called. It has a method `ends_with` for the
             tensors that are computed last, and for those that other stages may need.
@@ -47,7 +47,7 @@ def call(
     outer = differentiable((args, kwargs))
     tape: Any = tf.GradientTape(persistent=True)
     if compiled is not None:
-        function, tape = compiled, CallGradients(compiled.variables)
+        function, tape = compiled, _CallGradients(compiled.variables)
         with record.stop_recording(), ops.device(device):
             args, kwargs = _copied((args, kwargs))
     inputs = differentiable((args, kwargs))
@@ -77,7 +77,7 @@ def call(
                 )
             of_inputs = [one for one in found[: len(inputs)] if one is not None]
             # Nobody needs gradients by the batch itself: they must not be waited for.
-            last = [_values(one) for one in found[len(inputs) :] if one is not None] or of_inputs
+            last = numbers_of(one for one in found[len(inputs) :] if one is not None) or of_inputs
             context.ends_with(last, of_inputs)
         return found
 
@@ -103,5 +103,55 @@ def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     return other
 
 
-def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+class _CallGradients:
+    """Context of a call that no tape records, with the methods of one.
+
+    Where several tapes record a call that is compiled, TensorFlow prepares for gradients of
+    gradients: the function would compute its own gradients, too, each time that it is called.
+
+    Args:
+        variables: The variables that the function reads.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable]) -> None:
+        self._variables = [one for one in variables if one.trainable]
+        self._stopped = contextlib.ExitStack()
+
+    def __enter__(self) -> _CallGradients:
+        self._stopped.enter_context(record.stop_recording())
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stopped.close()
+        for variable in self._variables:
+            # Tapes outside ask for gradients by what they have seen read.
+            resource_variable_ops.variable_accessed(variable)
+
+    def watch(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Does nothing: gradients by all arguments can be computed."""
+
+    def watched_variables(self) -> Sequence[tf.Variable]:
+        """The trainable variables that the function reads."""
+        return self._variables
+
+    def gradient(
+        self, outputs: Sequence[tf.Tensor], sources: Sequence[Any], output_gradients: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of the call by its arguments, which nothing but the call uses.
+
+        Args:
+            outputs: List of results of the call.
+            sources: List of arguments and variables.
+            output_gradients: Gradients by the outputs, or None.
+        """
+        pairs = [(out, grad) for out, grad in zip(outputs, output_gradients) if grad is not None]
+        if not pairs or not sources:
+            return [None] * len(sources)
+        found: list[Any] = tf.gradients(
+            [out for out, _ in pairs],
+            list(sources),
+            grad_ys=[grad for _, grad in pairs],
+            # Calls before this one may use its variables, too: these have their own gradients.
+            stop_gradients=[one for one in sources if isinstance(one, tf.Tensor)],
+        )
+        return found

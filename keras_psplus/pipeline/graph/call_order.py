@@ -39,7 +39,6 @@ def changed(graph: tf.Graph, weights: Collection[int]) -> list[int]:
     """Those of some variables that a graph changes.
 
     Args:
-        graph: Graph of a function.
         weights: Ids of the variables' handles.
 
     Returns:

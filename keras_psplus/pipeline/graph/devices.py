@@ -26,9 +26,7 @@ def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
     """Places the operations of a graph that have no device.
 
     Args:
-        graph: The graph.
         first: How many of its operations are left alone.
-        stages: The stages.
 
     Returns:
         List of the operations that it has placed, without constants.
@@ -56,9 +54,6 @@ def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
 
 def where_run(graph: tf.Graph) -> Callable[[tf.Operation], str]:
     """Devices on which TensorFlow runs the operations of a placed graph.
-
-    Args:
-        graph: The graph.
 
     Returns:
         Function of an operation that returns the name of a device: that of its variable, if it has

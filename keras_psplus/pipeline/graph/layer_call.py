@@ -22,7 +22,6 @@ class TensorForm:
     Attributes:
         shape: Tuple of its dimensions, None for those that are not known.
         dtype: Name of its dtype.
-        has_mask: Whether it has a mask of Keras.
         has_gradient: Whether a gradient by it is needed in training: not by the batch itself.
     """
 
@@ -87,7 +86,6 @@ def record_call(
     """Notes a call.
 
     Args:
-        args: Arguments of the call.
         kwargs: Its keyword arguments.
         rows: Rows of the batch.
         is_given: Function of a tensor that tells whether it is a part of the batch.

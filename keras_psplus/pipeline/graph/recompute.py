@@ -34,9 +34,7 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-        layer: The layer.
         function: What calls it.
-        args: Its arguments.
         kwargs: Its keyword arguments.
         context: Keras's context of the call, which has `training`.
         seeds: What its seed generators have given.
@@ -80,9 +78,7 @@ class StageReplay:
         """Calls a layer for the first time, and records the call for its recomputation.
 
         Args:
-            layer: The layer.
             function: What calls it.
-            args: Its arguments.
             kwargs: Its keyword arguments.
         """
         graph = tf.compat.v1.get_default_graph()

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 import tensorflow as tf
 
-from keras_psplus.pipeline.base.needed import with_inputs
+from keras_psplus.core.graph.subgraph import with_inputs
 
 
 @dataclasses.dataclass

@@ -31,7 +31,6 @@ class Copied:
 
     Attributes:
         variable: Weak reference to the Keras variable.
-        primary: Its value.
         pipeline: The pipeline that has the primary.
         copies: By pipeline, the variables that have the same value.
         is_state: Whether micro-batches change it: then they read and change the primary.
@@ -60,12 +59,7 @@ class Copied:
 
 
 class Reads:
-    """Context in which Keras's variables are those of one pipeline.
-
-    Args:
-        copied: Iterable of `Copied`.
-        pipeline: Number of the pipeline.
-    """
+    """Context in which Keras's variables are those of one pipeline."""
 
     def __init__(self, copied: Iterable[Copied], pipeline: int) -> None:
         self._pairs = [
@@ -87,12 +81,7 @@ class Reads:
 
 
 class Copies:
-    """The copies of one strategy.
-
-    Args:
-        strategy: `PipelineStrategy`.
-        stages: Its `Stages`.
-    """
+    """The copies of one strategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, stages: Stages) -> None:
         self._strategy, self._stages = weakref.ref(strategy), stages

@@ -43,7 +43,6 @@ class PipelineSums:
     crosses to the variable's primary.
 
     Args:
-        copies: `Copies` of the strategy.
         trains: Whether weights may change in this step, or have changed since the one before.
 
     Attributes:
@@ -127,7 +126,6 @@ class PipelineSums:
         """Gradients of the batch.
 
         Args:
-            weights: List of Keras variables.
             sums: Dict from pipelines to lists of the gradients of their micro-batches.
         """
         return [

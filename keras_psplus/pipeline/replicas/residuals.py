@@ -28,11 +28,7 @@ class _Residual(NamedTuple):
 
 
 class Residuals(WorkerState):
-    """States of compressors: TensorFlow variables on the devices that send.
-
-    Args:
-        strategy: `PipelineStrategy`.
-    """
+    """States of compressors: TensorFlow variables on the devices that send."""
 
     kind = "pipeline"
     lost_errors = OF_TASKS
@@ -44,16 +40,12 @@ class Residuals(WorkerState):
         self._states: dict[tuple[int, str], _Residual] = {}
         # By path: the weights that have it, which may be of several models.
         self._paths: dict[str, list[Any]] = {}
-        self._waiting: weakref.WeakKeyDictionary[Any, dict[int, WaitingValues]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._waiting = weakref.WeakKeyDictionary[Any, dict[int, WaitingValues]]()
 
     def of(self, copied: Copied, pipeline: int, device: str, first: Any) -> Any:
         """State for a pipeline's gradient of a weight, created if there is none.
 
         Args:
-            copied: The weight.
-            pipeline: Number of the pipeline.
             device: Name of the device that sends.
             first: Function without arguments that makes the first state.
 

@@ -23,7 +23,6 @@ class LayerCost:
     """One layer, in the order of the first calls.
 
     Attributes:
-        layer: The layer.
         flops: Floating-point operations of its calls for one row, forward.
         tensors: List of pairs: bytes of a tensor that it returns, for one row; and the numbers
             of the layers that use the tensor.
@@ -124,7 +123,6 @@ def of_layers(
     """Costs of a model's layers.
 
     Args:
-        engine: The strategy's engine.
         model: Keras model; what is not built yet is built.
         spec: Structure of what the model is called with: something with a shape and a dtype.
         step: A step of the model's own, called in its place with a batch that `spec` describes.
@@ -221,7 +219,6 @@ def sent_before(costs: Sequence[LayerCost], number: int) -> float:
     """Bytes per row sent to later stages if a stage begins with a layer.
 
     Args:
-        costs: List of `LayerCost`.
         number: Number of the layer.
     """
     return sum(

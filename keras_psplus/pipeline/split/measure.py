@@ -33,18 +33,13 @@ def is_worth_it(costs: Sequence[LayerCost], rows: int) -> bool:
     """Whether a step of a batch takes long enough for layers to be measured.
 
     Args:
-        costs: The layers' costs.
         rows: Rows of a batch.
     """
     return (1 + _BACKWARD) * rows * sum(cost.flops for cost in costs) >= _LEAST_FLOPS
 
 
 def counted(costs: Sequence[LayerCost]) -> list[Times]:
-    """Times as floating-point operations for a row have them, in no unit.
-
-    Args:
-        costs: The layers' costs.
-    """
+    """Times as floating-point operations for a row have them, in no unit."""
     # Layers without work (Flatten, Dropout in evaluation) count a little: they are calls.
     return [Times(cost.flops + 0.5, _BACKWARD * cost.flops + 0.5) for cost in costs]
 
@@ -56,9 +51,7 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
     as long for an operation as those that were measured.
 
     Args:
-        costs: The layers' costs.
         rows: Rows of a micro-batch.
-        device: Name of the device.
 
     Returns:
         List of `Times` in milliseconds for a micro-batch; None if no layer could be measured.

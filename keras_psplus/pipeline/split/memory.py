@@ -57,7 +57,6 @@ def memory_of_stage(
     """Memory of a stage that consists of some layers.
 
     Args:
-        costs: The layers' costs.
         rows: Rows of the micro-batches whose activations are kept at once.
         slots: The optimizer's slots for each variable; None for layers that are not trained.
         received: Bytes per row that are received from other stages.
@@ -111,14 +110,7 @@ def _sums(numbers: Iterable[float]) -> list[float]:
 
 
 def slots_of(optimizer: Any) -> int | None:
-    """Number of an optimizer's slots per variable, by its class and options.
-
-    Args:
-        optimizer: Keras optimizer, or None.
-
-    Returns:
-        An int; None without an optimizer.
-    """
+    """Number of an optimizer's slots per variable, by its class and options."""
     if optimizer is None:
         return None
     if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer):

@@ -1,11 +1,10 @@
 """Partition of a model's layers, in call order, into contiguous stages."""
 
 import fnmatch
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from keras_psplus.planning.contiguous_parts import contiguous_parts, part_numbers
+from keras_psplus.planning.contiguous_parts import contiguous_parts, part_numbers, summed
 
 # How much slower than the fastest a cut may be whose memory is more even; from how many times the
 # mean on a stage's memory counts as uneven; and bytes that fit everywhere.
@@ -56,11 +55,7 @@ def balance(
             "workers as the model has layers, or fewer. A layer of your own that has layers inside "
             f"counts as one. Received: {stages} stages"
         )
-    sums = [0.0, *itertools.accumulate(costs)]
-
-    def time(part: int, first: int, end: int) -> float:
-        return sums[end] - sums[first]
-
+    time = summed(costs)
     fastest = contiguous_parts(count, stages, time)
     # Sums differ by rounding.
     shortest = max(time(0, *edges) for edges in fastest) * (1 + 1e-9)
@@ -147,9 +142,6 @@ def with_neighbours(known: Sequence[int | None]) -> list[int]:
 
     Args:
         known: List of the layers' stages in the order of the calls; None where it is not known.
-
-    Returns:
-        List of ints.
     """
     stage = next((one for one in known if one is not None), 0)
     found = []

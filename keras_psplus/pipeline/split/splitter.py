@@ -39,8 +39,6 @@ class Splitter:
     """Splits the models of one strategy.
 
     Args:
-        stages: `Stages` of the strategy.
-        variables: `Variables` of the strategy.
         patterns: For each stage, a list of patterns of layers' names; None for none.
         measures: Whether layers are measured, or their floating-point operations counted.
     """
@@ -73,8 +71,6 @@ class Splitter:
         """Puts a model's layers and variables on stages, once.
 
         Args:
-            engine: The strategy's engine.
-            model: Keras model.
             batch_spec: Structure of a batch: something with shapes and dtypes.
             trains: Whether it is to be trained, for which no stage may be without layers.
             batch_rows: Rows of a batch, where `batch_spec` does not tell.

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline.graph.layer_call import LayerCall
+from keras_psplus.updates.values import numbers_of
 
 # Seconds for which calls are repeated, and from which on one is long enough to be timed by itself.
 _REPEATED, _LONG = 0.03, 0.25
@@ -49,7 +50,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
         layer: Keras layer, built.
         call: With what it is called.
         rows: Rows of the batch.
-        device: Name of the device.
 
     Raises:
         CannotBeTimed: If the layer has other state than Keras variables, or effects.
@@ -137,7 +137,7 @@ def _repeated(
 
 def _first(found: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
     """The first element of a tensor or a gradient."""
-    values = found.values if isinstance(found, tf.IndexedSlices) else found
+    (values,) = numbers_of([found])
     return tf.reduce_sum(tf.cast(tf.reshape(values, [-1])[:1], tf.float32))
 
 

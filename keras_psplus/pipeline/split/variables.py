@@ -19,13 +19,7 @@ from keras_psplus.pipeline.replicas.copies import Copies
 
 
 class Variables:
-    """Makes and moves the variables of one strategy.
-
-    Args:
-        strategy: `PipelineStrategy`.
-        stages: Its `Stages`.
-        copies: Its `Copies`.
-    """
+    """Makes and moves the variables of one strategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, stages: Stages, copies: Copies) -> None:
         self._strategy: Callable[[], tf.distribute.Strategy] = weakref.ref(strategy)

@@ -40,16 +40,10 @@ def compiled(
     """Makes a compiled function of a call on a stage.
 
     Args:
-        calls: `CompiledCalls` of the step.
-        device: Name of the stage's device.
         function: Function of the arguments that calls layers.
         layers: The layers, and other operations of the model.
-        args: Arguments.
         kwargs: Keyword arguments.
         key: What calls of the same function have in common.
-
-    Returns:
-        The function; None if it is called as it is.
     """
     if calls.is_tracing or not compiled_calls.have_weights(layers):
         return None
@@ -69,9 +63,7 @@ def run_graph(
     """Runs the layers of a functional model, those of a stage in one call.
 
     Args:
-        calls: `CompiledCalls` of the step.
         call: The call of `Function._run_through_graph`.
-        stages: The pipeline's stages.
         call_on_stage: `PipelineStep.call_on_stage`, of a step in a micro-batch.
     """
     run = call.get("operation_fn")

@@ -27,12 +27,12 @@ import tensorflow as tf
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.jobs import background
 from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline.extended import making_on
 from keras_psplus.pipeline.graph import call_order, devices
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.feed import Feed, is_ahead
 from keras_psplus.pipeline.step.step_function import Functions
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
-from keras_psplus.pipeline.step.weight_versions import WeightVersions
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
@@ -42,6 +42,53 @@ if TYPE_CHECKING:
 _DEPTH = 2
 # How long those are waited for that have begun after one that has failed.
 _SECONDS_TO_END = 10
+
+
+class _WeightVersions:
+    """Two versions of weights, for two batches in flight: copies on the devices of variables.
+
+    TensorFlow shares the memory of a copy with its variable until that is changed, so there are two
+    versions of dense weights in memory, not three.
+
+    Args:
+        variables: Keras variables that have values.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable]
+    ) -> None:
+        self.variables = list(variables)
+        self._copies: list[list[tf.Variable]] = [[], []]
+        for variable in self.variables:
+            for copies in self._copies:
+                device = variable._value.device
+                # In the strategy's scope, variables are on the last stage by default.
+                with tf.init_scope(), making_on(strategy, device), tf.device(device):
+                    copies.append(tf.Variable(variable._value.read_value(), trainable=False))
+
+    def are_of(self, variables: Sequence[keras.Variable]) -> bool:
+        """Whether these are the versions of some Keras variables."""
+        handles = [id(variable._value.handle) for variable in variables]
+        return handles == [id(variable._value.handle) for variable in self.variables]
+
+    def handles(self, turn: int) -> dict[int, tf.Tensor]:
+        """Copies of variables for a call, by ids of the handles that they replace.
+
+        Args:
+            turn: Number of the call.
+        """
+        copies = self._copies[turn % 2]
+        return {id(v._value.handle): copy.handle for v, copy in zip(self.variables, copies)}
+
+    def assign(self, turn: int) -> None:
+        """Makes the version for a call of what the variables are now.
+
+        Args:
+            turn: Number of the call.
+        """
+        for variable, copy in zip(self.variables, self._copies[turn % 2]):
+            with tf.device(variable._value.device):
+                copy.assign(variable._value.read_value())
 
 
 class _Gradients(Functions):
@@ -96,9 +143,6 @@ class PipeDreamFunction:
     """Train function of `fit`, which starts a step and finishes the one before the last.
 
     Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
-        model: Keras model.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 
@@ -111,7 +155,7 @@ class PipeDreamFunction:
         order = schedule.one_f_one_b if divides else None
         self._gradients = _Gradients(engine, context, function, order, model)
         self._feed = Feed(self._gradients.send)
-        self._versions: WeightVersions | None = None
+        self._versions: _WeightVersions | None = None
         self._apply: list[Callable[..., Any]] = []
         self._begun = 0
         self._under_way: collections.deque[tuple[int, concurrent.futures.Future[Any]]]
@@ -211,7 +255,7 @@ class PipeDreamFunction:
         if update is None:
             self._versions = None
         elif self._versions is None or not self._versions.are_of(update.variables):
-            self._versions = versions = WeightVersions(self._engine.strategy, update.variables)
+            self._versions = versions = _WeightVersions(self._engine.strategy, update.variables)
             self._apply = [
                 tf.function(
                     functools.partial(self._update, update, versions, turn),
@@ -225,7 +269,7 @@ class PipeDreamFunction:
                 self._versions.assign(turn)
 
     def _update(
-        self, update: Update, versions: WeightVersions, turn: int, grads: Sequence[Any]
+        self, update: Update, versions: _WeightVersions, turn: int, grads: Sequence[Any]
     ) -> None:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())

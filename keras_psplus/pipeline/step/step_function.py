@@ -28,7 +28,6 @@ class _GivenBatch(NamedTuple):
     """A batch as a traced function takes it.
 
     Attributes:
-        rows: Its number of rows, or None.
         batch: Structure of tensors; with several pipelines, `batch_parts.CutBatch.leaves`.
         like: With several pipelines, a structure like the batch; else None.
     """
@@ -45,8 +44,6 @@ class Functions:
     the other dimensions may differ from batch to batch.
 
     Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
         function: Function of a batch.
         order: The order of the stages' actions, as for `PipelineStep`.
         trains: The Keras model that it trains, if it does.
@@ -181,9 +178,6 @@ class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
-        model: Keras model.
         step_function: Its `train_step` or `test_step`.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
@@ -223,13 +217,7 @@ class PipelineTrainFunction:
 
 
 class PredictFunction:
-    """Predict function, called with the batches of some steps.
-
-    Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
-        model: Keras model.
-    """
+    """Predict function, called with the batches of some steps."""
 
     def __init__(
         self, engine: DistributedEngine, context: PipelineContext, model: keras.Model

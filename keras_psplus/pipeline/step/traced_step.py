@@ -35,9 +35,7 @@ class Update:
     """Update that a train step requests from an optimizer.
 
     Attributes:
-        optimizer: Keras optimizer.
         grads: List of gradients; some may be None.
-        variables: List of their Keras variables.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -53,8 +51,6 @@ class PipelineStep(ReplicaStep):
     stage's device. What is between layers is left to `devices.place`.
 
     Args:
-        engine: The strategy's engine.
-        context: `PipelineContext` of the strategy.
         count: Number of micro-batches.
         rows: Rows of the batch, where tensors do not tell; None if they do.
         order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
@@ -244,7 +240,6 @@ class PipelineStep(ReplicaStep):
         """Calls layers of one stage, for the micro-batch that is traced.
 
         Args:
-            stage: Number of the stage.
             function: What calls them.
             layers: The layers, and other operations of the model.
             args: Arguments of the function.

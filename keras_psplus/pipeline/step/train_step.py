@@ -71,7 +71,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
     """
 
     def train_step(data: Any) -> Any:
-        step = current_step()
+        step: Any = current_step()
         x, y, sample_weight = unpack_x_y_sample_weight(data)
         weights = model.trainable_weights
         rows = step.rows_of(data)
@@ -119,7 +119,8 @@ def _forward_and_backward(
                 "strategy, which sees whole batches. Received: schedule='1f1b'"
             )
         # Keras counts means by rows where their number is known, and else by batches.
-        y_pred = tree.map_structure(current_step().as_the_batch, y_pred)
+        step: Any = current_step()
+        y_pred = tree.map_structure(step.as_the_batch, y_pred)
         loss = model._compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
         )

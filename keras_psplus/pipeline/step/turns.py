@@ -32,8 +32,6 @@ class Microbatch:
     """Context in which layers are called for one micro-batch.
 
     Args:
-        step: `PipelineStep`.
-        number: Its number, from 0.
         first: Its first row in the batch.
         end: One past its last row.
         fraction: Its part of the batch's rows.
@@ -72,9 +70,6 @@ class StageAction:
     the first of them. Operations wait for those that were traced before, so there can be no cycle.
 
     Args:
-        step: `PipelineStep`.
-        stage: Number of the stage.
-        part: `Microbatch`.
         direction: `schedule.FORWARD` or `schedule.BACKWARD`.
     """
 

@@ -32,11 +32,7 @@ def compress_activations(
         activations: Outputs of layers, and gradients of their inputs.
         between: The operations that belong to no layer. Tensors that they compute from activations
             count as activations.
-        stages: The stages.
         compressor: Compressor of rows.
-
-    Returns:
-        List of the compressed tensors.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:

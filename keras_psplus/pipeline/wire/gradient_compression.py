@@ -25,8 +25,6 @@ class GradientCompression:
     To be made before the step is traced, as the step changes what it reads.
 
     Args:
-        compressor: `Compressor`.
-        residuals: `Residuals`.
         model: Keras model that is trained.
     """
 
@@ -46,8 +44,6 @@ class GradientCompression:
         """Encodes and decodes gradients.
 
         Args:
-            graph: Graph of the step.
-            crossings: The gradients.
             results: What the step returns.
 
         Returns:

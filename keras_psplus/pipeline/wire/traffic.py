@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.traffic import Key, TensorTraffic, TrafficVariables
 from keras_psplus.pipeline.base import needed
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.graph import devices
@@ -23,8 +23,6 @@ from keras_psplus.pipeline.replicas.copies import Copies
 from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.tf_internals import framework_ops as ops
 
-# Path, direction and description of the compressor, as in `Traffic`.
-_Key = tuple[str, str, str | None]
 # Constants are wherever they are needed, and handles stay where they are.
 _NOT_SENT = ("Const", "Placeholder", "Shape", "ShapeN", "Size", "Rank")
 
@@ -33,7 +31,6 @@ class Encoded(NamedTuple):
     """Tensors that are sent in fewer bytes.
 
     Attributes:
-        tensors: List of tensors.
         payload: List of what is sent in their place.
         compressor: What has encoded them.
         path: Path of the variable whose gradient they are, or None.
@@ -50,8 +47,6 @@ class PipelineTraffic:
 
     Args:
         host: Name of the chief's device.
-        stages: `Stages` of the strategy.
-        copies: `Copies` of the strategy.
     """
 
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
@@ -156,9 +151,9 @@ class _Names:
             if id(outside) in paths
         }
 
-    def by_key(self, found: list[_Transfer]) -> dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]]:
+    def by_key(self, found: list[_Transfer]) -> dict[Key, tuple[list[tf.Tensor], list[tf.Tensor]]]:
         """Groups sent tensors by key, as lists before and after compression."""
-        result: dict[_Key, tuple[list[tf.Tensor], list[tf.Tensor]]] = {}
+        result: dict[Key, tuple[list[tf.Tensor], list[tf.Tensor]]] = {}
         seen = set()
         for sent in found:
             whole = self._encoded.get(id(sent.tensor))

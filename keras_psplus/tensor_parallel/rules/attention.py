@@ -25,7 +25,6 @@ def is_by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     cache, needs all heads.
 
     Args:
-        layer: The layer.
         args: Positional arguments of the call.
         kwargs: Its keyword arguments.
     """

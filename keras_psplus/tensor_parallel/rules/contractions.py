@@ -40,7 +40,6 @@ def rule_for(layer: Any, group: ModelGroup, regions: Regions) -> Callable[..., A
     """The `call` of a layer with a cut kernel; None if it has none.
 
     Args:
-        layer: The layer.
         group: The workers that share its kernel.
         regions: Regions in which tensors are local.
     """

@@ -21,7 +21,6 @@ def rule_for(layer: Any, group: ModelGroup, regions: Regions) -> Callable[..., A
     """The `call` of an embedding with a cut table; None if it has none.
 
     Args:
-        layer: The layer.
         group: The workers that share its table.
         regions: Regions in which tensors are local.
     """

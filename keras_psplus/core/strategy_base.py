@@ -1,9 +1,9 @@
-"""`state_dict` and `load_state_dict`, the same on every strategy."""
+"""Base class of all strategies: who they are, and the state of their workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,17 +12,56 @@ from keras_psplus.core.base import checks
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.cluster.config import TaskConfig
+    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.communication import Communication
     from keras_psplus.core.state.worker_state import WorkerState
     from keras_psplus.core.strategy_engine import StrategyEngine
 
 
-class StateDicts:
-    """Base class of strategies with state of workers; their engines have `worker_state`."""
+class StrategyBase:
+    """Base class of strategies; their constructors set the private attributes."""
+
+    _task: TaskConfig | None
+    # Arguments of the constructor, for `repr`.
+    _options: dict[str, Any]
+    _progress: Progress
+    _communication: Communication
+    _engine: Any
+
+    def __repr__(self) -> str:
+        given = [f"{n}={v!r}" for n, v in self._options.items() if v not in (None, False)]
+        where = "no cluster"
+        if self._task is not None:
+            jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in self._task.cluster.items())
+            where = f"{self._task.name} of {jobs}"
+        return f"<{type(self).__name__}({', '.join(given)}): {where}>"
 
     @property
     def engine(self) -> StrategyEngine:
-        """Engine of the strategy."""
-        raise NotImplementedError
+        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
+        engine: StrategyEngine = self._engine
+        return engine
+
+    @property
+    def task(self) -> TaskConfig | None:
+        """`keras_psplus.cluster.TaskConfig` of this process; None if it has none."""
+        return self._task
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and logs; a chief alone runs the script."""
+        return True
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
+        return self._progress
+
+    @property
+    def communication(self) -> Communication:
+        """Communication costs of training, a `keras_psplus.communication.Communication`."""
+        return self._communication
 
     def state_dict(self, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
         """Returns what workers keep from step to step for an optimizer.

@@ -1,0 +1,32 @@
+"""Variables that steps count in, and reads that tapes do not see by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import record, resource_variable_ops
+
+
+def made_outside(value: Callable[[], Any], device: str = "CPU:0") -> tf.Variable:
+    """Variable for what a step counts, made outside of the graph that is being traced.
+
+    Args:
+        value: Function of no arguments that returns its first value.
+    """
+    with ops.init_scope(), ops.device(device):
+        return resource_variable_ops.ResourceVariable(value(), trainable=False)
+
+
+def record_read(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Tells tapes that a value, made unseen, is a variable's, and so its gradient."""
+    record.record_operation(
+        "ReadVariableOp",
+        [value],
+        [variable.handle],
+        backward_function=lambda gradient: [gradient],
+        forward_function=lambda tangent: [tangent],
+    )
