@@ -43,7 +43,7 @@ class OverlapChoice:
     def note(self, seconds: float | None) -> None:
         """Notes how long a step took; None if a worker was missing from it.
 
-        Such a step never overlaps, and is longer for the others. It begins anew what is measured.
+        Such a step never overlaps, and is longer for the others. What is measured begins again.
         """
         if not self._is_automatic:
             return
