@@ -6,10 +6,13 @@ import sys
 from absl import flags
 
 from keras_psplus.cli.flags import combinations, parsing
+from keras_psplus.cli.flags import layout as layout_flags
 from keras_psplus.cli.planning import strategy_flags
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.discovery import layout
 from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.discovery.ranks import FIRST_RANK_VARIABLE
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 from keras_psplus.cluster.output.console import warn
 
 _USAGE = """
@@ -22,6 +25,12 @@ Kubernetes tell. Every process of the cluster runs it alike: of N processes the 
   srun --ntasks=4 keras-psplus exec train.py
   srun --ntasks=5 keras-psplus exec --ps 2 --strategy async_parameter_server train.py
   mpirun -n 3 keras-psplus exec --strategy pipeline train.py
+
+A job of --workers MIN:MAX begins with MIN workers or more, and others join it: KERAS_PSPLUS_HOSTS
+has the hosts of the chief, the ps and all MAX workers, in this order.
+
+  srun --ntasks=3 keras-psplus exec --ps 1 --workers 1:3 train.py
+  srun --ntasks=1 keras-psplus exec --ps 1 --workers 1:3 --join 1 train.py
 """
 
 
@@ -58,20 +67,27 @@ def main(argv: list[str]) -> int:
 def _task(options: flags.FlagValues) -> TaskConfig | None:
     """This process's task; None if it trains alone."""
     if text := os.environ.get(layout.LAYOUT_VARIABLE):
-        if options.ps or options.chief is not None or options.evaluator:
+        if options.ps or options.chief is not None or options.evaluator or options.workers:
             raise parsing.UsageError(
-                f"{layout.LAYOUT_VARIABLE} says which tasks there are: leave out --ps, --chief and "
-                f"--evaluator, or unset it. Received: {layout.LAYOUT_VARIABLE}={text}"
+                f"{layout.LAYOUT_VARIABLE} says which tasks there are: leave out --workers, --ps, "
+                f"--chief and --evaluator, or unset it. Received: {layout.LAYOUT_VARIABLE}={text}"
             )
         return find_task_config()
     chief = combinations.chief_of(options)
+    if options.join is not None and options.workers is None:
+        raise parsing.UsageError(
+            "--join goes with the --workers MIN:MAX of the job that is joined. "
+            f"Received: --join={options.join}"
+        )
     roles = {"chief": int(chief), "ps": options.ps, EVALUATOR: int(options.evaluator)}
-    if any(roles.values()):
+    if any(roles.values()) or options.workers is not None:
         if os.environ.get("TF_CONFIG", "").strip():
             raise parsing.UsageError(
-                "TF_CONFIG says which task this is: leave out --ps, --chief and --evaluator, or "
-                f"unset it. Received: TF_CONFIG={os.environ['TF_CONFIG']}"
+                "TF_CONFIG says which task this is: leave out --workers, --ps, --chief and "
+                f"--evaluator, or unset it. Received: TF_CONFIG={os.environ['TF_CONFIG']}"
             )
+        if options.workers is not None:
+            return _task_of_range(options, chief)
         ranks = find_ranks(os.environ)
         size = 1 if ranks is None else ranks.size
         workers = size - sum(roles.values())
@@ -86,8 +102,54 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
     return find_task_config()
 
 
+def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
+    """This process's task in a job whose workers come and go.
+
+    The workers are the last ranks, so that those that come later have the next ones.
+    """
+    least, most = layout_flags.workers_of(options.workers)
+    received = f"Received: --workers={options.workers}, --join={options.join}"
+    if least is None or most is None:
+        raise parsing.UsageError(
+            "`exec` has a worker in each process that is neither chief nor ps: leave out "
+            f"--workers, or give a range, as in 1:3. {received}"
+        )
+    if options.evaluator:
+        raise parsing.UsageError(
+            "an evaluator goes with a fixed number of workers: leave out --workers or --evaluator. "
+            f"{received}, --evaluator"
+        )
+    layout_flags.check_range(options, chief)
+    ranks = find_ranks({**os.environ, MIN_WORKERS_VARIABLE: str(least)})
+    size, others = 0 if ranks is None else ranks.size, 1 + options.ps
+    room = most + others if options.join is None else most - options.join
+    if not (others + least if options.join is None else 1) <= size <= room:
+        raise parsing.UsageError(
+            f"{size} processes are too few or too many: a job begins with a chief, {options.ps} ps "
+            f"and {least} to {most} workers, and as many join as are left of the range. {received}"
+        )
+    counts = {"chief": 1, "ps": options.ps, "worker": most}
+    os.environ[layout.LAYOUT_VARIABLE] = layout.text_of(counts)
+    os.environ[MIN_WORKERS_VARIABLE] = str(least)
+    os.environ[FIRST_RANK_VARIABLE] = str(0 if options.join is None else others + options.join)
+    return find_task_config()
+
+
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
+    flags.DEFINE_string(
+        "workers",
+        None,
+        "MIN:MAX, of a job whose workers come and go: some of them are started now, others join.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "join",
+        None,
+        "The processes join a job of --workers MIN:MAX, as its workers from this number on.",
+        flag_values=values,
+        lower_bound=0,
+    )
     flags.DEFINE_integer(
         "ps",
         0,

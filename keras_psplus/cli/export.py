@@ -10,6 +10,7 @@ from absl import flags
 
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli.flags import combinations, parsing
+from keras_psplus.cli.flags import layout as layout_flags
 from keras_psplus.cli.manifests import indexed_job, jobset
 from keras_psplus.cli.planning import auto, strategy_flags
 from keras_psplus.cluster.discovery import layout
@@ -21,7 +22,8 @@ usage: keras-psplus export kubernetes [flags] SCRIPT [arguments of the script]
 Prints a manifest for `kubectl apply`: an Indexed Job with a pod for each task, a headless service
 by which they find each other, a secret with the job's token, a network policy that admits the job's
 own pods alone, and with --backup_claim a volume for backups. SCRIPT is a path inside the image.
-With --jobset a JobSet (https://jobset.sigs.k8s.io) of a Job for each kind of task.
+With --jobset a JobSet (https://jobset.sigs.k8s.io) of a Job for each kind of task; the workers' may
+have its parallelism changed while it runs, if --workers is a range.
 
   keras-psplus export kubernetes --workers 4 --image example/train:1 /app/train.py > job.yaml
   keras-psplus export kubernetes --jobset --workers 2 --ps 2 --strategy async_parameter_server \\
@@ -67,11 +69,19 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
             f"the first two. Received: --name={name}"
         )
     chief = combinations.chief_of(options)
-    counts = {"chief": int(chief), "worker": options.workers, "ps": options.ps}
+    least, workers = layout_flags.workers_of(options.workers)
+    counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}
     # Refused here as by `run`.
     variables = strategy_flags.variables(
-        options, {"workers": options.workers, "ps": options.ps, "chief": chief}
+        options, {"workers": counts["worker"], "ps": options.ps, "chief": chief}
     )
+    if least is not None:
+        layout_flags.check_range(options, chief)
+        if not options.jobset:
+            raise parsing.UsageError(
+                "workers that come and go are pods of a Job of their own, whose parallelism may "
+                f"change: add --jobset. Received: --workers={options.workers}"
+            )
     strategy = options.strategy
     if auto.is_auto(strategy):  # The plan is not in the image.
         strategy = variables[lookup.STRATEGY_VARIABLE]
@@ -94,7 +104,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     }
     if options.jobset:
         kind = None if strategy is None else entries.read(lookup.find(strategy)).strategy
-        text = jobset.documents(values, counts, kind, options.max_restarts)
+        text = jobset.documents(values, counts, kind, options.max_restarts, least)
     else:
         text = indexed_job.documents(values, counts, options.max_restarts)
     head = textwrap.dedent(
@@ -105,6 +115,12 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         # delete the {"JobSet" if options.jobset else "Job"} first.
         """
     )
+    if least is not None:
+        head += (
+            "# Workers come and go with the parallelism of their Job, while it runs:\n"
+            f"#   kubectl patch job {name}-worker-0 --type merge "
+            f"""-p '{{"spec": {{"parallelism": {workers}}}}}'\n"""
+        )
     return head + text
 
 
@@ -116,7 +132,13 @@ def _quoted(word: str) -> str:
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
-    flags.DEFINE_integer("workers", 2, "Number of workers.", **whole)
+    flags.DEFINE_string(
+        "workers",
+        "2",
+        "Number of workers; with --jobset also MIN:MAX, of which MIN are started and others come "
+        "and go with their Job's parallelism.",
+        flag_values=values,
+    )
     flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
     flags.DEFINE_boolean(
         "chief",

@@ -190,7 +190,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "workers",
         None,
-        "Number of workers (default: 2); or MIN:MAX under asynchronous ParameterServerStrategy: "
+        "Number of workers (default: 2); or MIN:MAX under ParameterServerStrategy: "
         "MIN are started, and others join and leave while the job runs (`add-worker`).",
         flag_values=values,
     )

@@ -15,6 +15,8 @@ from keras_psplus.cluster.ports import free_ports
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 # How often the launcher has started the job before.
 RESTART_VARIABLE = "KERAS_PSPLUS_RESTART"
+# With how many workers a job of a range of them begins.
+MIN_WORKERS_VARIABLE = "KERAS_PSPLUS_MIN_WORKERS"
 # How an evaluator hears that training has ended: "stdin", by the end of its standard input.
 TRAINING_END_VARIABLE = "KERAS_PSPLUS_TRAINING_END"
 _DEFAULT_PORT = 2222

@@ -132,7 +132,7 @@ def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> 
     """Checks with how many workers training begins; None for the launcher's number, or all.
 
     Raises:
-        ValueError: If it is out of its range, or the mode needs all workers.
+        ValueError: If it is out of its range, or there are not more than backup workers.
     """
     least = launch_flags.min_workers() if min_workers is None else min_workers
     if least is None:
@@ -142,13 +142,7 @@ def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> 
             "`min_workers` must be an integer from 1 to the number of workers of the cluster. "
             f"Received: min_workers={shown(least)}, for {num_workers} worker(s)"
         )
-    if mode.is_sync and least < num_workers:
-        raise ValueError(
-            'Workers come and go in `mode="async"` only: a synchronous step is cut into as many '
-            "parts as there are workers, and waits for all of them. Give --workers one number, or "
-            f'leave out `min_workers`. Received: mode="sync", min_workers={least}, for '
-            f"{num_workers} worker(s)"
-        )
+    mode.check_workers(least)
     return least
 
 

@@ -149,11 +149,10 @@ class Servers:
                     f"{own} there. Received: {theirs}"
                 )
 
-    def let_workers_leave(self, queue: ClosureQueue, members: membership.Members) -> None:
-        """Lets workers go that are told to end, from now on."""
+    def let_workers_leave(self, queue: ClosureQueue) -> None:
+        """Does without workers that are told to end, from now on."""
         assert self.notifier is not None
-        told = functools.partial(self.notifier.told_to_end, "worker")
-        membership.Departures(queue, members, told, self.notifier.let_go)
+        membership.Departures(queue, functools.partial(self.notifier.told_to_end, "worker"))
 
     def greet(self, name: str) -> None:
         """Greets a worker that has come, to which this chief is one of many."""

@@ -88,7 +88,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         ps_weights: List of a positive number for each parameter server, such as its link's rate:
             its part of the variables' bytes is proportional to that. None for as many bytes on
             each host, whose servers share its link.
-        min_workers: In `"async"` mode, with how many of `TF_CONFIG`'s workers training begins; the
+        min_workers: With how many of `TF_CONFIG`'s workers training begins; the
             others may come, and all may leave and come back, while it runs. None for the least
             number of `keras-psplus run --workers MIN:MAX`, or all.
         worker_timeout: Deprecated name of `heartbeat_timeout`.
@@ -200,7 +200,8 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         self._communication.add_source(totals.traffic, lambda: totals.seconds)
         self._is_parameter_server_strategy_v2 = self._should_use_with_coordinator = True
         self._canonicalize_devices = False
-        members = Members(spec["worker"], servers.admit, absent, forgets=is_elastic)
+        endings = servers.notifier if is_elastic else None
+        members = Members(spec["worker"], servers.admit, absent, endings)
         scheduler = Scheduler(
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
@@ -211,7 +212,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         )
         self.extended.worker_states.finish_steps = scheduler.join
         if is_elastic:
-            servers.let_workers_leave(scheduler.queue, members)
+            servers.let_workers_leave(scheduler.queue)
         self._progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(scheduler.queue, self._progress, spec).look)
         self._context = StepContext(
@@ -222,7 +223,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
             mode=self._mode,
             overlap=OverlapChoice(overlap, self._num_workers, totals),
             scheduler=scheduler,
-            attempts=StepAttempts(self._num_workers, self._mode.backup_workers),
+            attempts=StepAttempts(self._mode.backup_workers),
             totals=totals,
             progress=self._progress,
         )

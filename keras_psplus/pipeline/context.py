@@ -10,6 +10,7 @@ from keras_psplus.pipeline.replicas.copies import Copies
 from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
+from keras_psplus.pipeline.step.stage_times import StageTimes
 from keras_psplus.pipeline.wire.traffic import PipelineTraffic
 from keras_psplus.tf_internals import context as tf_context
 
@@ -37,6 +38,7 @@ class PipelineContext:
         copies: Copies of weights, with several pipelines.
         residuals: State of the compressors of gradients.
         traffic: Totals of what steps send.
+        times: Seconds of steps by task.
         under_way: Training steps that have begun and not ended, or None.
     """
 
@@ -46,6 +48,7 @@ class PipelineContext:
     copies: Copies
     residuals: Residuals
     traffic: PipelineTraffic
+    times: StageTimes
     under_way: UnderWay | None = None
     # Whether variables were given values since the last step began.
     _has_written: bool = False

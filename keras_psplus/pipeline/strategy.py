@@ -32,6 +32,7 @@ from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.stalls import StallProbe, Watch
+from keras_psplus.pipeline.step.stage_times import StageTimes
 from keras_psplus.pipeline.wire.traffic import PipelineTraffic
 
 
@@ -168,9 +169,12 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         variables = Variables(self, made, copies)
         splitter = Splitter(made, variables, patterns, measures=stages == "auto")
         traffic = PipelineTraffic(host, made, copies)
-        context = PipelineContext(made, splitter, variables, copies, Residuals(self), traffic)
-        self._engine = PipelineEngine(self, context)
         self._progress = Progress(leads=True)
+        times = StageTimes(self._progress, made, host, measures=self._task is not None)
+        context = PipelineContext(
+            made, splitter, variables, copies, Residuals(self), traffic, times
+        )
+        self._engine = PipelineEngine(self, context)
         self._communication = Communication()
         # What a step waits for is not measured.
         self._communication.add_source(traffic.traffic, lambda: 0.0)

@@ -125,7 +125,6 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--workers 1:2 --ps 1 --nochief", "Received: --workers=1:2, --ps=1, --nochief"),
         ("--workers 1:2 --ps 1 --strategy hybrid", "hybrid needs all of its workers"),
         ("--workers 1:2 --ps 1 --strategy auto", "or may choose a strategy that does"),
-        ("--workers 1:2 --ps 1 --strategy sync_parameter_server", "each step on all workers"),
         ("--workers 1:1000 --ps 1", "at most 1000 tasks. Received: --workers=1:1000"),
         ("--hosts=", "--hosts needs a value. Received: --hosts=''"),
         ("--compression=", "--compression needs a value"),

@@ -130,6 +130,27 @@ def test_pods_of_a_jobset_find_their_cluster(capsys, flags):
     assert selector == {"jobset.sigs.k8s.io/jobset-name": "lab"}
 
 
+def test_workers_of_a_range_come_and_go_with_the_parallelism_of_their_job(capsys):
+    flags = ["--workers=1:3", "--ps=1", "--strategy=async_parameter_server", "--max_restarts=2"]
+    documents = export(capsys, *FLAGS, "--jobset", "--name=lab", *flags)
+    jobs = {job["metadata"]["name"]: job for job in jobs_of(documents["JobSet"])}
+    counts = {n: (j["spec"]["parallelism"], j["spec"]["completions"]) for n, j in jobs.items()}
+    assert counts == {"lab-chief-0": (1, 1), "lab-worker-0": (1, 3), "lab-ps-0": (1, 1)}
+    assert jobs["lab-worker-0"]["spec"]["backoffLimit"] == 6
+    environments = [environment(jobs["lab-worker-0"], index) for index in range(3)]
+    environments.append(environment(jobs["lab-chief-0"], 0))
+    assert {each["KERAS_PSPLUS_MIN_WORKERS"] for each in environments} == {"1"}
+    configs = [find_task_config(dict(each)) for each in environments]
+    assert [config.name for config in configs] == ["worker-0", "worker-1", "worker-2", "chief-0"]
+    assert all(config.cluster == configs[-1].cluster for config in configs)
+    # The command that the manifest names.
+    flags = ["export", "kubernetes", *FLAGS, "--jobset", "--name=lab", *flags, "/app/train.py"]
+    assert main.main(flags) == 0
+    (patch,) = [line for line in capsys.readouterr().out.splitlines() if "kubectl patch" in line]
+    assert "job lab-worker-0 " in patch
+    assert json.loads(patch.partition("-p ")[2].strip("'")) == {"spec": {"parallelism": 3}}
+
+
 def test_what_the_flags_ask_for(capsys):
     flags = ["--gpus=2", "--backup_claim=backups", "--compression=int8", "--strategy=all_reduce"]
     documents = export(capsys, *FLAGS, *flags)
@@ -160,6 +181,9 @@ def test_each_job_has_its_own_token(capsys):
         (["kubernetes", *FLAGS], "name the script"),
         (["kubernetes", *FLAGS, "--name=My_Job", "train.py"], "--name=My_Job"),
         (["kubernetes", *FLAGS, "--ps=1", "--strategy=all_reduce", "train.py"], "leave out --ps"),
+        (["kubernetes", *FLAGS, "--ps=1", "--workers=1:3", "train.py"], "add --jobset"),
+        (["kubernetes", *FLAGS, "--workers=1:3", "--jobset", "train.py"], "add --ps 1"),
+        (["kubernetes", *FLAGS, "--workers=3:1", "--jobset", "train.py"], "at least the first"),
     ],
 )
 def test_a_wrong_command_line_is_refused(capsys, argv, message):

@@ -83,6 +83,43 @@ def test_a_heterogeneous_step_of_slurm():
     assert hosts == {"chief": ["a"], "worker": ["b07", "b07"], "ps": ["b08"]}
 
 
+RANGE = {
+    "KERAS_PSPLUS_LAYOUT": "chief:1,ps:1,worker:3",
+    "KERAS_PSPLUS_MIN_WORKERS": "1",
+    "KERAS_PSPLUS_HOSTS": "n1,n1,n1,n2,n3",
+}
+
+
+def of_step(step, nodes, rank, first=0):
+    """Variables of a process of a step with one process for each of some nodes."""
+    return RANGE | {
+        "SLURM_JOB_ID": "12",
+        "SLURM_STEP_ID": str(step),
+        "SLURM_STEP_NUM_TASKS": str(len(nodes)),
+        "SLURM_STEP_NODELIST": ",".join(dict.fromkeys(nodes)),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(str(nodes.count(n)) for n in dict.fromkeys(nodes)),
+        "SLURM_PROCID": str(rank),
+        "KERAS_PSPLUS_FIRST_RANK": str(first),
+    }
+
+
+def test_further_steps_of_slurm_join_a_job_of_a_range():
+    processes = [of_step(0, ["n1"] * 3, rank) for rank in range(3)]
+    processes += [of_step(1, ["n2"], 0, first=3), of_step(2, ["n3"], 0, first=4)]
+    together = [of_step(1, ["n2", "n3"], rank, first=3) for rank in range(2)]
+    found = [find_task_config(dict(environ)) for environ in processes + together]
+    names = ["chief-0", "ps-0", "worker-0", "worker-1", "worker-2"]
+    assert [config.name for config in found] == [*names, "worker-1", "worker-2"]
+    assert all(config.cluster == found[0].cluster for config in found)
+    hosts = [address.partition(":")[0] for address in found[0].cluster["worker"]]
+    assert hosts == ["n1", "n2", "n3"]
+    # A job of a fixed number of workers has all of its processes in one step.
+    fixed = {name: text for name, text in processes[0].items() if "MIN_WORKERS" not in name}
+    del fixed["KERAS_PSPLUS_HOSTS"]
+    with pytest.raises(ClusterConfigError, match="has 5 tasks, but the job has 3 processes"):
+        find_task_config(fixed)
+
+
 def test_one_process_of_slurm_trains_alone():
     alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert find_task_config(SLURM | alone) is None
@@ -209,6 +246,14 @@ WRONG = {
     ),
     "slurm on another node": (SLURM | {"SLURMD_NODENAME": "n2"}, "Pass `--distribution=block`"),
     "slurm's counts": (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "do not go together"),
+    "more workers than the range": (
+        RANGE | TORCHRUN | {"KERAS_PSPLUS_FIRST_RANK": "4"},
+        "KERAS_PSPLUS_FIRST_RANK must be a whole number from 0 to 3",
+    ),
+    "hosts of those that join": (
+        {n: t for n, t in (RANGE | TORCHRUN).items() if n != "KERAS_PSPLUS_HOSTS"},
+        "process 1 of 5, but not on which hosts the others are. Set KERAS_PSPLUS_HOSTS",
+    ),
     "port": (TORCHRUN | {"KERAS_PSPLUS_PORT": "http"}, "KERAS_PSPLUS_PORT must be a whole number"),
 }
 

@@ -5,6 +5,7 @@ import pytest
 import keras_psplus
 from keras_psplus.catalogue import lookup
 from keras_psplus.cluster.config import ClusterConfigError
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 from keras_psplus.cluster.launcher import launch_flags
 
 MAKERS = [
@@ -23,7 +24,7 @@ def said(monkeypatch, caplog):
         for variable in (
             *launch_flags.OPTION_VARIABLES.values(),
             launch_flags.STRATEGY_VARIABLE,
-            launch_flags.MIN_WORKERS_VARIABLE,
+            MIN_WORKERS_VARIABLE,
         ):
             monkeypatch.delenv(variable, raising=False)
         for flag, value in flags.items():

@@ -73,6 +73,21 @@ def test_a_slow_server():
     assert slowest({"worker-0": one, "worker-1": one}) is None
 
 
+def test_a_stage_with_too_many_layers():
+    times = {
+        f"worker-{i}": StepTimes(steps=10, seconds=3.0, wait=3.0 - work, part=f"stage {i}")
+        for i, work in enumerate((1.0, 2.5, 1.0))
+    }
+    times["chief-0"] = StepTimes(steps=10, data=0.01, wait=3.0)
+    found = slowest({n: unpacked(json.loads(json.dumps(t.packed()))) for n, t in times.items()})
+    assert (found.task, found.cause, found.part) == ("worker-1", "compute", "stage 1")
+    assert str(found).startswith("worker-1 (stage 1), 2.5 times the median worker's step, by comp")
+    assert str(found).endswith(
+        'give it fewer layers; stages="auto" cuts the model by measured times'
+    )
+    assert found.to_json()["part"] == times["worker-1"].to_json()["part"] == "stage 1"
+
+
 def test_a_chief_that_reads_slowly():
     both = workers({}, {})
     # 20 steps of both workers took 1 s, of which each has worked 0.3 s.

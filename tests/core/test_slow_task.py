@@ -40,6 +40,23 @@ def test_all_reduce(cause, tmp_path):
     assert "slowest: worker-1" in output and f"by {cause}" in output
 
 
+@pytest.mark.parametrize(("cause", "task"), [("compute", "worker-1"), ("data", "chief-0")])
+def test_a_pipeline(cause, task, tmp_path):
+    output, lines = run(tmp_path, "PipelineStrategy", cause, "--workers=2", "--chief")
+    assert [line["epoch"] for line in lines] == [1, 2]
+    for line in lines:
+        tasks = line["tasks"]
+        assert (line["slowest"]["task"], line["slowest"]["cause"]) == (task, cause)
+        assert [tasks[f"worker-{i}"]["part"] for i in range(2)] == ["stage 0", "stage 1"]
+        # The first epoch's first step is traced, and does not count.
+        assert {each["steps"] for each in tasks.values()} == {5 if line["epoch"] == 1 else 6}
+        if cause == "compute":
+            assert line["slowest"]["part"] == "stage 1"
+            assert tasks["worker-0"]["wait_ms"] > tasks["worker-1"]["wait_ms"]
+    assert f"slowest: {task}" in output and f"by {cause}" in output
+    assert ("slowest: worker-1 (stage 1), " in output) == (cause == "compute")
+
+
 def test_a_slow_link(tmp_path):
     problem = netlab.why_not(delay=1e-3)
     if problem is not None:

@@ -43,7 +43,7 @@ KNOWN = [
         "the time is read on the host; it waits for control edges only, and nothing waits for it",
         (NO_KERNEL,),
         ("Timestamp",),
-        ("parameter_server/tracing/transfer_timer.py *", "hybrid/rpc/*"),
+        ("core/batch/clock.py *", "hybrid/rpc/*"),
     ),
     Known(
         "names and error messages of calls to servers are text, which is always on the host",

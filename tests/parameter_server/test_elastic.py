@@ -1,5 +1,6 @@
-"""A job that begins with one worker, gets a second, and loses the first."""
+"""Jobs that begin with one worker, get a second, and lose the first."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -33,6 +34,38 @@ def job(tmp_path):
     yield launcher
     launcher.terminate()
     launcher.wait(60)
+
+
+def test_a_second_srun_joins(tmp_path):
+    """By the variables of Slurm, set by hand: the first step has chief, ps and worker-0."""
+    env = {**os.environ, **ENVIRONMENT, "COUNTING_JOB_GATE": str(tmp_path / "gate")}
+    env |= {"KERAS_PSPLUS_HOSTS": ",".join(["127.0.0.1"] * 4), "SLURM_JOB_ID": str(os.getpid())}
+    flags = ["--workers=1:2", "--ps=1", "--strategy=async_parameter_server"]
+    with contextlib.ExitStack() as ends:
+
+        def srun(step, tasks, rank, *more):
+            own = {"STEP_ID": step, "STEP_NUM_TASKS": tasks, "PROCID": rank}
+            log = tmp_path / f"{step}-{rank}"
+            out = ends.enter_context(log.open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "keras_psplus", "exec", *flags, *more, JOB, str(STEPS)],
+                env=env | {f"SLURM_{name}": str(value) for name, value in own.items()},
+                stdout=out,
+                stderr=out,
+            )
+            ends.callback(process.kill)
+            return process, log
+
+        (chief, log), (ps, _), (first, _) = (srun(0, 3, rank) for rank in range(3))
+        wait_for(log, "batch 50\n", seconds=240)
+        # Steps have the ports of step 0.
+        second, _ = srun(1, 1, 0, "--join=1")
+        wait_for(log, "worker-1 has joined, and takes steps from now on", seconds=240)
+        first.terminate()
+        assert first.wait(120) == 143
+        (tmp_path / "gate").touch()
+        assert [process.wait(240) for process in (chief, ps, second)] == [0, 0, 0]
+    assert counts(log.read_text()) == [STEPS, STEPS, 2 * STEPS]
 
 
 def test_a_worker_comes_and_another_leaves(job, tmp_path):

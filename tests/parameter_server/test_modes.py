@@ -39,7 +39,7 @@ WINDOW = 2
         {"min_workers": 0},
         {"min_workers": 3},
         {"min_workers": 1.0},
-        {"mode": "sync", "min_workers": 1},
+        {"mode": "sync", "min_workers": 1, "backup_workers": 1},
     ],
     ids=str,
 )
@@ -57,8 +57,9 @@ def test_workers_that_the_launcher_starts_later(monkeypatch):
     monkeypatch.setenv("KERAS_PSPLUS_MIN_WORKERS", "2")
     assert modes.check_min_workers(None, is_async, 3) == 2
     assert modes.check_min_workers(1, is_async, 3) == 1
-    with pytest.raises(ValueError, match='as many parts as.*Received: mode="sync", min_workers=2'):
-        modes.check_min_workers(None, is_sync, 3)
+    assert modes.check_min_workers(None, is_sync, 3) == 2
+    with pytest.raises(ValueError, match=r"Received: backup_workers=2, for 2 worker"):
+        modes.check_min_workers(None, is_sync._replace(backup_workers=2), 3)
     with pytest.raises(ValueError, match="`cluster_resolver`.*Received: min_workers=1"):
         modes.check_no_min_workers(1)
 
@@ -72,8 +73,8 @@ def test_good_arguments():
 
 
 def test_the_first_gradients_of_an_attempt_count():
-    attempts = StepAttempts(num_workers=3, backup_workers=1)
-    attempt = attempts.begin(shares=3)
+    attempts = StepAttempts(backup_workers=1)
+    attempt = attempts.begin(shares=3, workers=3)
     assert attempt.admit(2)
     assert attempt.admit(0)
     assert not attempt.admit(1)
@@ -84,9 +85,10 @@ def test_the_first_gradients_of_an_attempt_count():
     assert not attempt.is_void
     attempts.count(attempt, shares=3)
     assert attempts.dropped == 1
-    assert attempts.begin(shares=3).stamp > attempt.stamp
-    # A last batch may have fewer rows than there are workers.
-    assert attempts.begin(shares=1).wanted == 1
+    assert attempts.begin(shares=3, workers=3).stamp > attempt.stamp
+    # A last batch may have fewer rows than there are workers, which may be fewer than at first.
+    assert attempts.begin(shares=1, workers=3).wanted == 1
+    assert attempts.begin(shares=1, workers=1).wanted == 1
 
 
 def test_an_attempt_is_void_once_an_admitted_share_is_computed_again():

@@ -2,7 +2,6 @@
 
 import queue as queues
 import threading
-import time
 import types
 
 import pytest
@@ -208,8 +207,10 @@ def test_workers_come_that_were_not_there(updates, silent, caplog):
         if int(name[-1]) in stranger:
             raise ClusterStartupError(f"{name} serves another chief")
 
+    told, let_go = set(), queues.Queue()
+    endings = types.SimpleNamespace(is_told_to_end=told.__contains__, let_go=let_go.put)
     queue = ClosureQueue(4, Clocks(4), absent=(1, 2, 3))
-    Reconnection(queue, Members("abcd", admit), come.put)
+    Reconnection(queue, Members("abcd", admit, (1, 2, 3), endings), come.put)
     closure = Scripted()
     queue.put(closure, 1)
     for worker in range(4):
@@ -228,6 +229,7 @@ def test_workers_come_that_were_not_there(updates, silent, caplog):
     queue.put(last, 2)
     assert last.begun.wait(SECONDS)
     queue.put(waiting, 2)
+    told.add("worker-2")
     retired = threading.Thread(target=queue.retire, args=(2,))
     retired.start()
     assert waiting.get() == "result" and waiting.ran_on != [2]
@@ -235,15 +237,25 @@ def test_workers_come_that_were_not_there(updates, silent, caplog):
     last.may_end.set()
     retired.join(SECONDS)
     assert last.get() == "result" and last.ran_on == [2] and queue.lost == {2, 3}
-    with pytest.raises(queues.Empty):
-        come.get(timeout=1.5)
-    silent.add(2)
-    deadline = time.monotonic() + SECONDS
-    while queue.leaving and time.monotonic() < deadline:
-        time.sleep(0.05)
-    silent.discard(2)
+    # It ends when TensorFlow has forgotten it, and the next one at its address is taken in at once.
+    assert let_go.get(timeout=SECONDS) == "worker-2" and come.empty()
+    assert updates.present[2:] == [{0: "a", 1: "b"}]
+    told.clear()
     assert come.get(timeout=SECONDS) == 2
     queue.close()
+
+
+def test_tensorflow_is_not_connected_to_a_worker_that_has_died(updates, silent):
+    members = Members("abc", lambda name: None, absent=(1, 2))
+    silent.update((1, 2))
+    assert members.ready({1, 2}) is None
+    silent.clear()
+    assert members.ready({1, 2}) == {1, 2}
+    silent.add(2)
+    with pytest.raises(tf.errors.UnavailableError, match="task:2 does not respond") as raised:
+        members.connect(set())
+    assert losses.is_worker_loss(raised.value) and members.absent == {1, 2}
+    assert not updates.present
 
 
 def test_resources_are_made_anew_after_a_loss():

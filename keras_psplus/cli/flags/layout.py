@@ -29,13 +29,13 @@ def read(options: flags.FlagValues) -> tuple[dict[str, Any], int | None]:
         UsageError: If they make no cluster.
     """
     chief = combinations.chief_of(options)
-    least, workers = _workers(options.workers)
+    least, workers = workers_of(options.workers)
     if workers is None:
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2
     if workers + chief < 1:
         raise UsageError("a cluster needs at least one worker or a chief")
     if least is not None:
-        _check_range(options, chief)
+        check_range(options, chief)
     if not options.hosts and workers + options.ps > _MOST_TASKS:
         raise UsageError(
             f"one machine starts at most {_MOST_TASKS} tasks. "
@@ -45,8 +45,15 @@ def read(options: flags.FlagValues) -> tuple[dict[str, Any], int | None]:
     return {"workers": workers, "ps": options.ps, "chief": chief, "evaluator": evaluator}, least
 
 
-def _workers(text: str | None) -> tuple[int | None, int | None]:
-    """The least number of workers, of a range, and the largest."""
+def workers_of(text: str | None) -> tuple[int | None, int | None]:
+    """The least number of workers, of a range, and the largest.
+
+    Args:
+        text: The flag --workers, or None.
+
+    Raises:
+        UsageError: If it is neither a number nor a range.
+    """
     if text is None:
         return None, None
     found = re.fullmatch(r"(?:(\d+):)?(\d+)", text, re.ASCII)
@@ -66,7 +73,8 @@ def _workers(text: str | None) -> tuple[int | None, int | None]:
     return int(least), int(most)
 
 
-def _check_range(options: flags.FlagValues, chief: bool) -> None:
+def check_range(options: flags.FlagValues, chief: bool) -> None:
+    """Raises UsageError if workers of the cluster, or of its strategy, cannot come and go."""
     received = f"Received: --workers={options.workers}"
     if not (options.ps and chief):
         raise UsageError(
@@ -77,15 +85,9 @@ def _check_range(options: flags.FlagValues, chief: bool) -> None:
     if options.strategy is None:
         return  # The script's own says whether it can.
     entry = entries.read(lookup.find(options.strategy))
-    is_sync = entry.options.get("mode") == "sync"
-    if entry.strategy == "ParameterServerStrategy" and not is_sync:
-        return
-    why = (
-        "takes each step on all workers together"
-        if is_sync
-        else "needs all of its workers, or may choose a strategy that does"
-    )
-    raise UsageError(
-        f"{options.strategy} {why}: give --workers one number, or take --strategy "
-        f"async_parameter_server. {received}, --strategy={options.strategy}"
-    )
+    if entry.strategy != "ParameterServerStrategy":
+        raise UsageError(
+            f"{options.strategy} needs all of its workers, or may choose a strategy that does: "
+            "give --workers one number, or take --strategy async_parameter_server. "
+            f"{received}, --strategy={options.strategy}"
+        )

@@ -10,12 +10,17 @@ from typing import Any
 
 from keras_psplus.cli.manifests import pods
 from keras_psplus.cluster.discovery.kubernetes import ROLE_VARIABLE
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 
 _LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
 def documents(
-    values: dict[str, Any], counts: dict[str, int], strategy: str | None, max_restarts: int
+    values: dict[str, Any],
+    counts: dict[str, int],
+    strategy: str | None,
+    max_restarts: int,
+    min_workers: int | None = None,
 ) -> str:
     """Returns the documents of a job.
 
@@ -24,6 +29,7 @@ def documents(
         counts: Dict from job types to numbers of tasks.
         strategy: The strategy's class, or None if the script alone knows it.
         max_restarts: How often all tasks may fail.
+        min_workers: With how many workers it begins, if others come and go; else None.
     """
     jobs = [job for job, count in counts.items() if count]
     # It has ended well when all have that run the script to its end.
@@ -49,8 +55,12 @@ spec:
     for job in jobs:
         goes_on = job == "worker" and _goes_on_without_a_worker(counts, strategy)
         failures = max_restarts * counts[job] if goes_on else 0
-        role = f"- {{name: {ROLE_VARIABLE}, value: {job}}}\n"
-        spec = pods.spec_of_job(values, counts[job], failures, of_container=role)
+        more = f"- {{name: {ROLE_VARIABLE}, value: {job}}}\n"
+        at_first = counts[job]
+        if min_workers is not None:
+            more += f'- {{name: {MIN_WORKERS_VARIABLE}, value: "{min_workers}"}}\n'
+            at_first = min_workers if job == "worker" else at_first
+        spec = pods.spec_of_job(values, counts[job], failures, of_container=more, at_first=at_first)
         text += f"  - name: {job}\n    replicas: 1\n    template:\n      spec:\n"
         text += textwrap.indent(spec, " " * 8)
     return text.rstrip("\n")

@@ -27,7 +27,7 @@ spec:
 _JOB = """
 completionMode: Indexed
 completions: $tasks
-parallelism: $tasks
+parallelism: $at_first
 backoffLimit: $failures
 podFailurePolicy:
   rules:
@@ -78,7 +78,12 @@ def around(values: dict[str, Any], label: str) -> str:
 
 
 def spec_of_job(
-    values: dict[str, Any], tasks: int, failures: int, of_pod: str = "", of_container: str = ""
+    values: dict[str, Any],
+    tasks: int,
+    failures: int,
+    of_pod: str = "",
+    of_container: str = "",
+    at_first: int | None = None,
 ) -> str:
     """Returns the specification of a Job with a pod for each task.
 
@@ -88,6 +93,7 @@ def spec_of_job(
         failures: How many of them may fail until the Job has failed.
         of_pod: More lines for a pod's specification.
         of_container: More lines for its container's environment.
+        at_first: Number of pods that are started; all by default.
     """
     text = "".join(
         (
@@ -99,7 +105,8 @@ def spec_of_job(
             _VOLUME.lstrip("\n") if values["claim"] else "",
         )
     )
-    return _filled(text, {**values, "tasks": tasks, "failures": failures, "port": PORT})
+    numbers = {"tasks": tasks, "at_first": at_first or tasks, "failures": failures, "port": PORT}
+    return _filled(text, {**values, **numbers})
 
 
 def _filled(text: str, values: Mapping[str, Any]) -> str:

@@ -93,6 +93,7 @@ def _from_ranks(environ: MutableMapping[str, str], timeout: float) -> TaskConfig
         _check_alone(environ, text)
         return None
     counts = layout.parse(text) if text else {"worker": ranks.size}
+    ranks = ranks.within(sum(counts.values()), environ)
     found = layout.task_config(counts, ranks.addresses(environ, timeout), ranks.rank)
     environ["TF_CONFIG"] = found.to_tf_config()
     # As TF_CONFIG is read: with the same errors.

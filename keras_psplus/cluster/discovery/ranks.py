@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from keras_psplus.cluster.config import ClusterConfigError, split_address
 from keras_psplus.cluster.discovery import rendezvous
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 
 # For launchers that say nothing of hosts.
 HOSTS_VARIABLE = "KERAS_PSPLUS_HOSTS"
 PORT_VARIABLE = "KERAS_PSPLUS_PORT"
+# Of a job that others may join: the rank of the first process that is started together with this.
+FIRST_RANK_VARIABLE = "KERAS_PSPLUS_FIRST_RANK"
 # Below the ports that connections get, also those of control channels: 1,216 blocks of 16.
 _FIRST_PORT, _BLOCK, _BLOCKS = 12_288, 16, 1_216
 
@@ -62,6 +66,24 @@ class Ranks:
                 f"would end above 65535. Set {PORT_VARIABLE} to a lower one. Received: {port}"
             )
         return addresses
+
+    def within(self, size: int, environ: Mapping[str, str]) -> Ranks:
+        """Returns these processes' ranks in a job that others may join.
+
+        Args:
+            size: Number of ranks of the job, with all workers of the range.
+            environ: The environment, with `KERAS_PSPLUS_FIRST_RANK` in processes that join.
+
+        Raises:
+            ClusterConfigError: If there are not so many ranks.
+        """
+        if not environ.get(MIN_WORKERS_VARIABLE) or size <= self.size:
+            return self
+        text = environ.get(FIRST_RANK_VARIABLE) or "0"
+        first = number(FIRST_RANK_VARIABLE, text, 0, size - self.size)
+        # The others' hosts are not those of this start alone.
+        unknown: dict[str, Any] = {"hosts": None, "local_size": None, "first_host": None}
+        return dataclasses.replace(self, rank=first + self.rank, size=size, **unknown)
 
     def _hosts(self, environ: Mapping[str, str], port: int, timeout: float) -> Sequence[str]:
         text = environ.get(HOSTS_VARIABLE, "")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.ranks import Ranks, number, per_host, port_of_job
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 
 NAME = "slurm"
 
@@ -20,18 +21,21 @@ NAME = "slurm"
 def read(environ: Mapping[str, str]) -> Ranks | None:
     """Reads Slurm's variables; None outside of a job step, and for a single process.
 
+    A single process may join a job of a range of workers, whose steps have the ports of step 0.
+
     Raises:
         ClusterConfigError: If they do not describe the step.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     size = number("SLURM_STEP_NUM_TASKS", environ["SLURM_STEP_NUM_TASKS"], 1)
-    if size == 1 and not environ.get("SLURM_STEP_NODELIST"):
+    may_join = bool(environ.get(MIN_WORKERS_VARIABLE))
+    if size == 1 and not may_join and not environ.get("SLURM_STEP_NODELIST"):
         return None
     rank = number("SLURM_PROCID", environ.get("SLURM_PROCID", ""), 0, size - 1)
     job = number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), 0)
     step = number("SLURM_STEP_ID", environ.get("SLURM_STEP_ID", ""), 0)
-    if size == 1:
+    if size == 1 and not may_join:
         return None
     return Ranks(
         f"Slurm (job {job}, step {step})",
@@ -39,7 +43,7 @@ def read(environ: Mapping[str, str]) -> Ranks | None:
         size,
         # Without the nodes, as in a container that passes some variables on, the user has to say.
         _hosts(environ, rank, size) if environ.get("SLURM_STEP_NODELIST") else None,
-        port_of_job(step, job),
+        port_of_job(0 if may_join else step, job),
     )
 
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_psplus.cluster.config import ClusterConfigError, read_task_config
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 from keras_psplus.log import info_once, warn_once
 
 STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
 # Arguments of the strategy, and the variables that they are taken from.
 OPTION_VARIABLES = {"compression": "KERAS_PSPLUS_COMPRESSION", "updates": "KERAS_PSPLUS_UPDATES"}
-# With how many workers a job of a range of them begins.
-MIN_WORKERS_VARIABLE = "KERAS_PSPLUS_MIN_WORKERS"
 # The strategy whose workers may come and go.
 _ELASTIC = "ParameterServerStrategy"
 # What `keras-psplus plan` asks of the script, whatever strategy it makes.
@@ -105,8 +104,8 @@ def min_workers() -> int | None:
 def _refuse_range(name: str) -> None:
     if (least := min_workers()) is not None:
         raise ClusterConfigError(
-            f"Workers come and go under asynchronous {_ELASTIC} alone; {name} needs all of them at "
-            "every step: give --workers one number. "
+            f"Workers come and go under {_ELASTIC} alone; {name} needs all of them at every step: "
+            "give --workers one number. "
             f"Received: {MIN_WORKERS_VARIABLE}={least}"
         )
 

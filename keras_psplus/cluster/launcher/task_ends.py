@@ -111,9 +111,11 @@ class TaskEnds:
             if len(others) >= self._min_workers:
                 self._log(f"{name} has left ({describe(code)}), and {len(others)} go on")
                 return False
-        # Of workers that serve, one that has failed says itself what is wrong.
+        # Of workers that serve, one that has failed says itself what is wrong, or may leave.
         serves = name.startswith("ps-") or (
-            self._workers_serve and name.startswith("worker-") and code < 0
+            self._workers_serve
+            and name.startswith("worker-")
+            and (code < 0 or self._min_workers is not None)
         )
         if not serves or not self.has_ended_well(chief):
             return True
@@ -166,7 +168,10 @@ class TaskEnds:
         grace = self._graces.evaluator if evaluates else 0.0
         if self._all(chief + workers):
             return self._last(chief + workers) + max(grace, self._graces.server)
-        return self._last(served) + max(grace, self._graces.worker)
+        # Of a range, one that has come late has no chief.
+        is_range = self._min_workers is not None
+        own = self._graces.server if is_range else self._graces.worker
+        return self._last(served) + max(grace, own)
 
     def _deadline_after_failure(self, served: Iterable[str]) -> float:
         assert self.first_failure is not None

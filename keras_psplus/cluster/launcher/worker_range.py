@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from keras_psplus.cluster.environment import Task
-from keras_psplus.cluster.launcher.launch_flags import MIN_WORKERS_VARIABLE
+from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE, Task
 from keras_psplus.cluster.launcher.task_ends import TaskEnds
 from keras_psplus.cluster.monitor import job_requests
 from keras_psplus.cluster.monitor.job_record import JobRecord

@@ -14,6 +14,9 @@ FACTOR = 1.3
 _LEAST_SECONDS = 2e-3  # less is the operating system's
 # A connection with fewer bytes says little of the link below it.
 _SIGNIFICANT = 0.25
+_UNEQUAL_STAGES = (
+    '. All stages wait for it: give it fewer layers; stages="auto" cuts the model by measured times'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class StepTimes:
         wait: Waiting for others.
         servers: Seconds by server.
         peers: Bytes sent and seconds of sending by peer, as the operating system counts them.
+        part: Part of the model that the task has, such as `"stage 1"`; empty for all of it.
     """
 
     steps: float = 0.0
@@ -45,6 +49,7 @@ class StepTimes:
     wait: float = 0.0
     servers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peers: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    part: str = ""
 
     def plus(self, other: StepTimes, sign: float = 1.0) -> StepTimes:
         """Times of the steps of both."""
@@ -62,7 +67,7 @@ class StepTimes:
         changed["peers"] = {
             n: (a[0] + sign * b[0], a[1] + sign * b[1]) for n, (a, b) in pairs.items()
         }
-        return StepTimes(**changed)
+        return StepTimes(**changed, part=self.part or other.part)
 
     def since(self, before: StepTimes) -> StepTimes:
         """Times of the steps after an earlier state."""
@@ -93,7 +98,8 @@ class StepTimes:
         found["wait_ms"] = _ms(self.wait)
         if self.meets:
             found["collective_ms"] = _ms(self.meets)
-        return {"steps": round(self.steps), **found}
+        part = {"part": self.part} if self.part else {}
+        return {"steps": round(self.steps), **part, **found}
 
     def packed(self) -> dict[str, Any]:
         """Fields that are not zero, of JSON's types, for `unpacked`."""
@@ -105,7 +111,7 @@ class StepTimes:
 
 
 _NUMBERS = tuple(
-    f.name for f in dataclasses.fields(StepTimes) if f.name not in ("servers", "peers")
+    f.name for f in dataclasses.fields(StepTimes) if f.name not in ("servers", "peers", "part")
 )
 
 
@@ -125,6 +131,7 @@ class Slowest(NamedTuple):
             steps without it.
         seconds: Seconds of a step that go to the cause.
         usual: The same of the median task of its kind.
+        part: Part of the model that the task has; empty for all of it.
     """
 
     task: str
@@ -132,18 +139,22 @@ class Slowest(NamedTuple):
     factor: float
     seconds: float
     usual: float
+    part: str = ""
 
     def __str__(self) -> str:
         own, usual = (f"{seconds * 1e3:.1f} ms" for seconds in (self.seconds, self.usual))
+        part = f" ({self.part})" if self.part else ""
+        advice = _UNEQUAL_STAGES if self.part and self.cause == COMPUTE else ""
         return (
-            f"{self.task}, {self.factor:.1f} times the median worker's step, by {self.cause} "
-            f"({own} a step, median {usual})"
+            f"{self.task}{part}, {self.factor:.1f} times the median worker's step, by {self.cause} "
+            f"({own} a step, median {usual}){advice}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, for the JSON log."""
         return {
             **{"task": self.task, "cause": self.cause, "factor": round(self.factor, 2)},
+            **({"part": self.part} if self.part else {}),
             **{f"{self.cause}_ms": _ms(self.seconds), "median_ms": _ms(self.usual)},
         }
 
@@ -200,7 +211,8 @@ def _slowest_worker(workers: Mapping[str, StepTimes], usual: float) -> Slowest |
     }
     cause = max(_CAUSES, key=lambda cause: workers[name].cause(cause) - medians[cause])
     factor = 1 + excess / max(usual, _LEAST_SECONDS)
-    return Slowest(name, cause, factor, workers[name].cause(cause), medians[cause])
+    slow = workers[name]
+    return Slowest(name, cause, factor, slow.cause(cause), medians[cause], slow.part)
 
 
 def _slowest_server(workers: Mapping[str, StepTimes], usual: float) -> Slowest | None:

@@ -72,13 +72,18 @@ class ShutdownNotifier:
         """Greets a server that is there, or was started again."""
         self._send(_HELLO, [task])
 
+    def is_told_to_end(self, task: str) -> bool:
+        """Whether a task can be reached and has got SIGTERM."""
+        with contextlib.suppress(OSError, RefusedError):
+            address = self._addresses[task]
+            return bool(control.ask(address, "is_told_to_end", {}, _SHUTDOWN_SECONDS))
+        return False
+
     def told_to_end(self, job: str) -> Iterator[str]:
         """Names of the tasks of a job that can be reached and have got SIGTERM."""
         # Another thread may greet one that was started again.
-        for task in [name for name in list(self._here) if name.startswith(f"{job}-")]:
-            with contextlib.suppress(OSError, RefusedError):
-                if control.ask(self._addresses[task], "is_told_to_end", {}, _SHUTDOWN_SECONDS):
-                    yield task
+        here = [name for name in list(self._here) if name.startswith(f"{job}-")]
+        yield from filter(self.is_told_to_end, here)
 
     def are_told_to_end(self, job: str) -> bool:
         """Whether a task of a job that can be reached has got SIGTERM."""

@@ -12,18 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.process.termination import SIGNAL
+from keras_psplus.core.jobs import job_failure
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.tracing.losses import is_worker_loss
 from keras_psplus.tf_internals import context
 
 _RETRIES, _RETRY_SECONDS, _ASK_SECONDS = 4, 0.5, 1.0
+_PATIENCE_SECONDS = 30.0
 
 
 def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set[int]) -> None:
@@ -51,6 +54,16 @@ def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set
     context.ensure_initialized()
 
 
+class Endings(Protocol):
+    """Workers that are told to end (SIGTERM), by their names."""
+
+    def is_told_to_end(self, task: str) -> bool:
+        """Whether a worker is told to end."""
+
+    def let_go(self, task: str) -> None:
+        """Has a worker end that is told to."""
+
+
 class Members:
     """Workers that come, and come back.
 
@@ -59,7 +72,8 @@ class Members:
         admit: Called with the name of a worker that has come; raises `ClusterStartupError` if it is
             not this job's.
         absent: Numbers of the workers that are not there.
-        forgets: Whether one that is lost need not come back, so that TensorFlow is to forget it.
+        endings: `Endings` if workers may leave, so that one that is lost need not come back and
+            TensorFlow is to forget it; None if not.
 
     Attributes:
         absent: Numbers of the workers that TensorFlow does not know of.
@@ -70,26 +84,44 @@ class Members:
         addresses: Sequence[str],
         admit: Callable[[str], None],
         absent: Collection[int] = (),
-        forgets: bool = False,
+        endings: Endings | None = None,
     ) -> None:
         self._addresses, self._admit = dict(enumerate(addresses)), admit
-        self.absent, self._forgets = set(absent), forgets
+        self.absent, self._endings = set(absent), endings
         self._refused: set[int] = set()
 
-    def ready(self, lost: Collection[int], leaving: set[int]) -> set[int] | None:
+    @property
+    def may_leave(self) -> bool:
+        """Whether workers may leave, so that those that are there are all that are wanted."""
+        return self._endings is not None
+
+    def ready(self, lost: Collection[int]) -> set[int] | None:
         """Lost workers to be taken in; None if TensorFlow's view is not to change.
 
-        Those that are `leaving` respond until they end; the set is freed of those that have.
+        Those that leave respond until they end, which they do once TensorFlow has forgotten them.
         """
         there = self._responding(lost)
-        leaving -= set(lost) - there
+        there -= self._ending(there)
         self._refused &= there
-        found = {worker for worker in sorted(there - leaving) if self._admits(worker)}
-        forgets = self._forgets and set(lost) - self.absent
+        found = {worker for worker in sorted(there) if self._admits(worker)}
+        forgets = self.may_leave and set(lost) - self.absent
         others = self._addresses.keys() - lost
         if not (found or forgets) or self._responding(others) < others:
             return None
         return found
+
+    def _ending(self, workers: Collection[int]) -> set[int]:
+        """Workers of some that are told to end.
+
+        They are asked each time: the address of one is soon the next one's.
+        """
+        if self._endings is None:
+            return set()
+        told = {w for w in workers if self._endings.is_told_to_end(f"worker-{w}")}
+        # A scheduler that ends the whole job sends it to the chief as well, which saves first.
+        for worker in set() if SIGNAL.is_noted else told & self.absent:
+            self._endings.let_go(f"worker-{worker}")
+        return told
 
     def _responding(self, workers: Collection[int]) -> set[int]:
         silent = stalls.unresponsive_tasks({str(i): self._addresses[i] for i in workers})
@@ -106,15 +138,46 @@ class Members:
         return True
 
     def connect(self, absent: Collection[int]) -> None:
-        """Has TensorFlow connect to the workers that are not absent, and to no other."""
+        """Has TensorFlow connect to the workers that are not absent, and to no other.
+
+        TensorFlow waits without end for one that is not there. So they are looked for once more;
+        raises UnavailableError if one does not respond.
+        """
+        present = self._addresses.keys() - absent
+        for worker in sorted(present - self._responding(present)):
+            raise tf.errors.UnavailableError(
+                None, None, f"/job:worker/replica:0/task:{worker} does not respond"
+            )
         definition = copy.deepcopy(context.get_server_def())
         for job in definition.cluster.job:
             if job.name == "worker":
                 job.tasks.clear()
-                for worker in sorted(self._addresses.keys() - absent):
+                for worker in sorted(present):
                     job.tasks[worker] = self._addresses[worker]
-        context.context().update_server_def(definition)
+        is_done = threading.Event()
+        threading.Thread(
+            target=self._end_if_lost, args=(present, is_done), name="Connection", daemon=True
+        ).start()
+        try:
+            context.context().update_server_def(definition)
+        finally:
+            is_done.set()
         self.absent = set(absent)
+
+    def _end_if_lost(self, present: Collection[int], is_done: threading.Event) -> None:
+        """Ends this process if TensorFlow waits for a worker that has died just now.
+
+        Nothing ends that but the next worker at its address, which is given the time to come.
+        """
+        while not is_done.wait(_PATIENCE_SECONDS):
+            for worker in sorted(set(present) - self._responding(present)):
+                logger.error(
+                    "worker-%d has died while TensorFlow connected to it, which waits for it: no "
+                    "step can be taken any more. Start the job again; it resumes at its last "
+                    "backup. Received: no answer from %s",
+                    *(worker, self._addresses[worker]),
+                )
+                job_failure.exit_now()
 
 
 class Reconnection:
@@ -137,7 +200,7 @@ class Reconnection:
         while lost := self._queue.wait_for_loss():
             # The others go on meanwhile: TensorFlow's own call waits for all of them.
             try:
-                found = self._members.ready(lost, self._queue.leaving)
+                found = self._members.ready(lost)
             except RuntimeError as ending:
                 if "interpreter shutdown" not in str(ending):
                     raise
@@ -167,23 +230,14 @@ class Reconnection:
 
 
 class Departures:
-    """Asks workers whether they are told to end, and lets them go.
+    """Asks workers whether they are told to end, and gives those no more steps.
 
     Args:
-        members: `Members`, which has TensorFlow forget those that leave.
         told_to_end: Function that returns the names of the workers that are told to end.
-        let_go: Function that has the worker of a name end.
     """
 
-    def __init__(
-        self,
-        queue: ClosureQueue,
-        members: Members,
-        told_to_end: Callable[[], Iterable[str]],
-        let_go: Callable[[str], None],
-    ) -> None:
-        self._queue, self._members = queue, members
-        self._told_to_end, self._let_go = told_to_end, let_go
+    def __init__(self, queue: ClosureQueue, told_to_end: Callable[[], Iterable[str]]) -> None:
+        self._queue, self._told_to_end = queue, told_to_end
         threading.Thread(target=self._run, name="Departures", daemon=True).start()
 
     def _run(self) -> None:
@@ -193,10 +247,8 @@ class Departures:
             # A scheduler that ends the whole job sends it to the chief as well, which saves first.
             for name in [] if SIGNAL.is_noted else sorted(told & before):
                 worker = int(name.rpartition("-")[2])
-                if worker not in self._queue.leaving:
+                if worker not in self._queue.lost:
                     logger.info("%s is told to end (SIGTERM): others take its next steps", name)
                     self._queue.retire(worker)
-                if worker in self._members.absent:
-                    self._let_go(name)
             before = told
             time.sleep(_ASK_SECONDS)

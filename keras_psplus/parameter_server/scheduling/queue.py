@@ -35,8 +35,7 @@ class ClosureQueue:
         error: The first error since the last that was raised, or None.
         cancellation: Cancellation manager of the closures under way.
         last_end: Time of the last end of a closure.
-        lost: Numbers of the workers that are lost and not back, or have not come yet.
-        leaving: Numbers of those of them that end, though they may still respond.
+        lost: Numbers of the workers that are lost and not back, have not come yet, or leave.
         losses: By worker, how often it was lost.
         on_lost: Called with the number of a worker that is lost.
         is_pausing: Whether closures under way are waited for, and no other begins.
@@ -52,7 +51,7 @@ class ClosureQueue:
         ]
         self._running: list[list[Closure]] = [[] for _ in range(num_workers)]
         self._closures: dict[int, Closure] = {}
-        self.lost, self.leaving = set(absent), set[int]()
+        self.lost = set(absent)
         for worker in self.lost:
             clocks.lose(worker)
         self.losses = [0] * num_workers
@@ -167,13 +166,11 @@ class ClosureQueue:
     def retire(self, worker: int) -> None:
         """Gives a worker no more, and waits until it has done what it has."""
         with self._lock:
-            self.leaving.add(worker)
-            is_lost = worker in self.lost
-            if not is_lost:
-                self._do_without(worker)
+            if worker in self.lost:
+                return
+            self._do_without(worker)
             self.changed.wait_for(lambda: not self._running[worker])
-        if not is_lost:
-            self.on_lost(worker)
+        self.on_lost(worker)
 
     def _do_without(self, worker: int) -> None:
         self.lost.add(worker)

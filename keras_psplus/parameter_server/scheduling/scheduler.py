@@ -98,6 +98,7 @@ class Scheduler:
     ) -> None:
         self._on_worker_back, self.on_worker_lost = on_worker_back, None
         self._check_workers, self._window = check_workers, window
+        self._members = members
         # Steps that keep a worker busy: those under way, and the one after them.
         self._enough = 2
         self._clocks = Clocks(num_workers)
@@ -123,6 +124,16 @@ class Scheduler:
             logger.info("worker-%d has joined, and takes steps from now on", worker)
         if self._on_worker_back is not None:
             self._on_worker_back(f"worker-{worker}")
+
+    def takers(self) -> list[int]:
+        """Workers that a synchronous step is cut for.
+
+        They are all workers, or of a range those that are there.
+        """
+        with self.queue.changed:
+            lost = self.queue.lost if self._members.may_leave else ()
+            there = [worker.index for worker in self._workers if worker.index not in lost]
+        return there or [worker.index for worker in self._workers]
 
     def take(self, iterator: WorkerIterator, count: int) -> Ticket | None:
         """Reserves batches that workers read, and a worker for their steps; None at the end."""

@@ -52,16 +52,16 @@ class StepAttempts:
         overlapped: How many steps have begun from copies that came during the step before.
     """
 
-    def __init__(self, num_workers: int, backup_workers: int) -> None:
-        self._num_workers, self.backup_workers = num_workers, backup_workers
+    def __init__(self, backup_workers: int) -> None:
+        self.backup_workers = backup_workers
         self.failures = self.overlapped = 0
         self._stamps = itertools.count(1)
         self._dropped: collections.Counter[int] = collections.Counter()
         self._steps = self._logged = 0
 
-    def begin(self, shares: int) -> Attempt:
-        """A new `Attempt`, with so many shares."""
-        wanted = min(shares, self._num_workers - self.backup_workers)
+    def begin(self, shares: int, workers: int) -> Attempt:
+        """A new `Attempt`, with so many shares, for so many workers."""
+        wanted = max(1, min(shares, workers - self.backup_workers))
         return Attempt(next(self._stamps), wanted)
 
     def count(self, attempt: Attempt, shares: int) -> None:

@@ -93,6 +93,8 @@ class SyncRunner(StepRunner):
         super().__init__(context, step, weights, results, is_training=True)
         self._updates = StepUpdates(context, self._functions)
         self._failures = 0
+        # Those that the present step is cut for.
+        self._workers = list(range(context.num_workers))
 
     def _make_functions(
         self, step: Callable[..., Any], weights: Callable[[], Iterable[tf.Variable]]
@@ -109,7 +111,11 @@ class SyncRunner(StepRunner):
             self._context.overlap.note(None if self._context.scheduler.queue.lost else seconds)
 
     def _take_step(self, batch: Any) -> None:
-        shares = split(batch, self._context.num_workers)
+        before, self._workers = self._workers, self._context.scheduler.takers()
+        if self._workers != before:
+            names = ", ".join(f"worker-{worker}" for worker in self._workers)
+            logger.info("batches are cut for %d workers from now on: %s", len(self._workers), names)
+        shares = split(batch, len(self._workers))
         weights = [weight for weight, _ in shares]
         calls = [self._functions(share) for _, share in shares]
         step = calls[0][0].step
@@ -125,7 +131,7 @@ class SyncRunner(StepRunner):
         self._add(self._sent, 1, step, vectors, parts / parts.sum())
         self._logs = self.logs | self.final_logs()
         self._context.attempts.count(attempt, len(shares))
-        self._context.steps_by_worker.update(list(attempt.results))
+        self._context.steps_by_worker.update(self._workers[share] for share in attempt.results)
         self._sent += 1
         totals.steps += 1
 
@@ -138,7 +144,7 @@ class SyncRunner(StepRunner):
         while True:
             function = self._updates.function(calls, batch)
             with self._context.scheduler.queue.holding():
-                attempt = attempts.begin(len(calls))
+                attempt = attempts.begin(len(calls), len(self._workers))
                 if is_unclean:
                     self._functions.discard(attempt.stamp)
                 self._try(attempt, calls, weights, function, about)
@@ -217,7 +223,7 @@ class SyncRunner(StepRunner):
             share,
             lambda worker: not update.is_early or self._updates.has_copies(worker),
         )
-        self._context.scheduler.queue.put(closure, share)
+        self._context.scheduler.queue.put(closure, self._workers[share])
         return closure
 
 

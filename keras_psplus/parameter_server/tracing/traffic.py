@@ -17,16 +17,11 @@ import tensorflow as tf
 
 from keras_psplus.communication import Traffic
 from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.batch.clock import time_after
 from keras_psplus.core.batch.traffic import Key
 from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.log import warn_once
-from keras_psplus.parameter_server.tracing.transfer_timer import (
-    READ,
-    SEND,
-    Part,
-    TransferTimer,
-    time_after,
-)
+from keras_psplus.parameter_server.tracing.transfer_timer import READ, SEND, Part, TransferTimer
 from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
+from keras_psplus.core.batch.clock import run_apart, time_after
 from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -99,28 +100,13 @@ class TransferTimer:
                 handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
                     [None], tf.float32, context.anonymous_name(), "arrivals", True
                 )
-            _run_apart(handle.op)
+            run_apart(handle.op)
             self._arrivals[server] = handle
         firsts = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         handle = self._arrivals[server]
         arrival = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.concat(firsts, 0))
-        _run_apart(arrival)
+        run_apart(arrival)
         return arrival
-
-
-def time_after(operations: Iterable[tf.Tensor | tf.Operation]) -> tf.Tensor:
-    """Time at which some operations are done, whatever else the graph does."""
-    with tf.control_dependencies(list(operations)):
-        now = tf.timestamp()
-    _run_apart(now.op)
-    return now
-
-
-def _run_apart(operation: tf.Operation) -> None:
-    """Keeps TensorFlow from running an operation after all stateful ones that were made before."""
-    manager = ops.get_default_graph().experimental_acd_manager
-    if manager is not None:
-        manager.run_independently(operation)
 
 
 def server_of(device: str) -> str | None:

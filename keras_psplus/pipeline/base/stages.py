@@ -109,6 +109,14 @@ class Stages:
         return None
 
 
+def host_of(device: str) -> str:
+    """Name of the CPU of a device's machine, which has what a GPU has not."""
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.device_type == "GPU":
+        spec = spec.replace(device_type="CPU", device_index=0)
+    return str(spec.to_string())
+
+
 def is_in_layer() -> bool:
     """Whether a layer makes variables just now."""
     scopes = global_state.get_global_attribute("name_scope_stack")

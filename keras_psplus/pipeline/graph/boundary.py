@@ -34,8 +34,9 @@ def call(
 
     Args:
         kwargs: Its keyword arguments.
-        forward: Context in which the function is called. It has a method `ends_with` for the
-            tensors that are computed last, and for those that other stages may need.
+        forward: Context in which the function is called. It has a method `begins_with` for what it
+            is called with, and `ends_with` for the tensors that are computed last, and for those
+            that other stages may need.
         backward: Function of no arguments that returns such a context, in which gradients are
             computed.
         replay: `recompute.StageReplay`, if the function is called once more for its gradients.
@@ -51,6 +52,7 @@ def call(
         with record.stop_recording(), ops.device(device):
             args, kwargs = _copied((args, kwargs))
     inputs = differentiable((args, kwargs))
+    forward.begins_with((args, kwargs))
     with ops.device(device), forward, tape:
         tape.watch(inputs)
         outputs = function(*args, **kwargs)
@@ -67,7 +69,9 @@ def call(
     sources = [*inputs, *variables]
 
     def gradients(*of_outputs: Any) -> list[Any]:
-        with ops.device(device), backward() as context:
+        context = backward()
+        context.begins_with(of_outputs)
+        with ops.device(device), context:
             if repeated is None:
                 found = tape.gradient(inside, sources, output_gradients=list(of_outputs))
             else:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
+from keras_psplus.pipeline.base.stages import host_of
 from keras_psplus.tf_internals import framework_ops as ops
 
 _CHANGES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
@@ -78,7 +79,7 @@ class Tokens:
                 self._queues[device] = self._first_queues[-1]
                 self._captured[device] = tuple(id(q.queue_ref) for q in self._queues[device])
             taken_from, given_to = self._first_queues[list(self._captured).index(device)]
-            with ops.device(_device_of_queues(device)), ops.control_dependencies(None):
+            with ops.device(host_of(device)), ops.control_dependencies(None):
                 token = taken_from.dequeue()
                 for op in of_device:
                     op._add_control_input(token.op)
@@ -110,15 +111,7 @@ class Tokens:
 
 def _make_queues(device: str) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
     """Two queues, of which the first has the token."""
-    with tf.init_scope(), tf.device(_device_of_queues(device)):
+    with tf.init_scope(), tf.device(host_of(device)):
         pair = tuple(tf.queue.FIFOQueue(1, [tf.int32], [[]]) for _ in range(2))
         pair[0].enqueue(0)
     return pair
-
-
-def _device_of_queues(device: str) -> str:
-    """The device itself, or its task's CPU for a GPU, which has no queues."""
-    spec = tf.DeviceSpec.from_string(device)
-    if spec.device_type == "GPU":
-        spec = spec.replace(device_type="CPU", device_index=0)
-    return spec.to_string()

@@ -166,7 +166,8 @@ class PipeDreamFunction:
         steps = 0
         self._progress.begin("training step")
         try:
-            for batch, shows_rows in self._feed.batches(iterator, self._model.steps_per_execution):
+            batches = self._feed.batches(iterator, self._model.steps_per_execution)
+            for batch, shows_rows in self._context.times.timed(batches):
                 self._begin(batch, shows_rows)
                 steps += 1
         finally:
@@ -241,7 +242,7 @@ class PipeDreamFunction:
 
     def _results_of(self, call: concurrent.futures.Future[Any]) -> Any:
         try:
-            return call.result()
+            results, moments = call.result()
         except BaseException:
             # The next one would wait for the token of this one.
             self._gradients.tokens.reset()
@@ -249,6 +250,8 @@ class PipeDreamFunction:
             self._under_way.clear()
             self._begun, self._context.under_way = 0, None
             raise
+        self._context.times.note_moments(moments)
+        return results
 
     def _take_versions(self) -> None:
         update = self._gradients.update

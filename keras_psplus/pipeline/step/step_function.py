@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.pipeline.base import batch_parts, microbatches, schedule
+from keras_psplus.pipeline.base import batch_parts, microbatches, needed, schedule
 from keras_psplus.pipeline.graph import devices
 from keras_psplus.pipeline.replicas.pipeline_sums import TraceAgain
 from keras_psplus.pipeline.step import train_step
@@ -77,7 +77,9 @@ class Functions:
             batch: Structure of tensors, or what `send` has made of it.
             shows_rows: Whether the function's tensors tell the number of rows.
         """
-        return self.of(batch, shows_rows, lambda function, given: function(given))
+        results, moments = self.of(batch, shows_rows, lambda function, given: function(given))
+        self._context.times.note_moments(moments)
+        return results
 
     def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
         """Does something with the `tf.function` for a batch.
@@ -137,6 +139,7 @@ class Functions:
         if trains and strategy.compression is not None:
             compression = GradientCompression(strategy.compression, context.residuals, self._trains)
         with PipelineStep(self._engine, context, count, rows, self._order, trains) as step:
+            step.clock = context.times.clock() if self._counts else None
             if like is not None:
                 assert key[0] is not None
                 parts = batch_parts.CutBatch(key[0], batch)
@@ -154,6 +157,9 @@ class Functions:
         if compression is not None:
             encoded += compression.compress(graph, step.over_pipelines.crossings, results)
         between = devices.place(graph, before, context.stages)
+        moments = None
+        if step.clock is not None:
+            moments = step.clock.moments(needed.operations(graph, results))
         if strategy.activation_compression is not None:
             encoded += crossings.compress_activations(
                 graph, step.activations, between, context.stages, strategy.activation_compression
@@ -165,7 +171,7 @@ class Functions:
         self._end_trace(graph)
         if self._counts:
             context.traffic.count(graph, results, step.over_pipelines.crossings, encoded)
-        return results
+        return results, moments
 
     def _run_in_step(self, step: PipelineStep, batch: Any) -> Any:
         return self._engine.strategy.run(self._function, args=(batch,))
@@ -191,6 +197,7 @@ class PipelineTrainFunction:
         divides: bool,
     ) -> None:
         self._model, self._progress = model, engine.strategy.progress
+        self._times = context.times
         self._is_training = step_function == model.train_step
         trains = model if self._is_training else None
         self._functions = Functions(engine, context, step_function, None, trains, model)
@@ -204,7 +211,8 @@ class PipelineTrainFunction:
         results, steps = None, 0
         self._progress.begin(self._doing)
         try:
-            for batch, shows_rows in self._feed.batches(iterator, self._model.steps_per_execution):
+            batches = self._feed.batches(iterator, self._model.steps_per_execution)
+            for batch, shows_rows in self._times.timed(batches) if self._is_training else batches:
                 results = self._functions(batch, shows_rows)
                 steps += 1
         finally:

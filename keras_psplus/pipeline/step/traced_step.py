@@ -23,6 +23,7 @@ from keras_psplus.pipeline.graph.weight_gradients import BackwardOperations
 from keras_psplus.pipeline.replicas.copies import Copied
 from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
 from keras_psplus.pipeline.step import compiled_stages
+from keras_psplus.pipeline.step.stage_clock import StageClock
 from keras_psplus.pipeline.step.turns import Microbatch, StageAction
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ class PipelineStep(ReplicaStep):
         trains: Whether weights may change in this step, or have changed since the one before.
 
     Attributes:
-        rows: As the argument.
         activations: What layers have returned, and gradients by what they were called with.
         updates: What the train step asks of optimizers, for later; None if it is done at once.
         traced: For each worker, what it does for which micro-batch, in the order of the trace.
         over_pipelines: `PipelineSums`, which sums gradients over pipelines.
+        clock: `StageClock` that reads when stages begin and end, or None.
     """
 
     can_sum = True
@@ -81,13 +82,13 @@ class PipelineStep(ReplicaStep):
         self.stages, devices = context.stages, context.stages.all_devices
         self.over_pipelines = PipelineSums(context.copies, trains)
         self.part: Microbatch | None = None
+        self.clock: StageClock | None = None
         self._is_on_stage, self._recompute = False, trains and engine.strategy.recompute
         # By stage and micro-batch, and that of the layer that is called just now.
         self._replays: dict[tuple[int, int], StageReplay] = {}
         self._replay: StageReplay | None = None
-        # By ids.
         self._of_batch: dict[int, Any] = {}
-        self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}
+        self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}  # By ids, as above.
         self.activations: list[tf.Tensor] = []
         self.updates: list[Update] | None = None
         self.traced: list[schedule.Actions] = [[] for _ in devices]
@@ -224,7 +225,6 @@ class PipelineStep(ReplicaStep):
         stage = None if self._is_on_stage else self.stages.of(layer)
         if stage is None:
             return losses.call_layer(original, layer, *args, **kwargs)
-
         inside = functools.partial(losses.call_layer, original, layer)
         return self.call_on_stage(stage, inside, [layer], args, kwargs, id(layer))
 

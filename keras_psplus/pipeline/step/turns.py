@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.replicas.copies import Reads
+from keras_psplus.pipeline.step.stage_clock import Segment, StageClock
 
 
 class TurnStep(Protocol):
@@ -22,6 +23,7 @@ class TurnStep(Protocol):
     traced: list[schedule.Actions]
     done: list[dict[tuple[str, int], list[tf.Tensor]]]
     before: list[dict[tuple[str, int], list[tuple[str, int]]]]
+    clock: StageClock | None
 
     def note_backward(
         self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
@@ -77,6 +79,12 @@ class StageAction:
         self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
         self._worker = part.pipeline * len(step.stages.devices) + stage
         self._of_inputs: list[tf.Tensor] = []
+        self._segment: Segment | None = None
+
+    def begins_with(self, given: Any) -> None:
+        """Notes with what it begins, before it is entered."""
+        if self._step.clock is not None:
+            self._segment = self._step.clock.begin(self._worker, self._action, given)
 
     def __enter__(self) -> StageAction:
         self._context = contextlib.ExitStack()
@@ -103,13 +111,17 @@ class StageAction:
         traced.append(self._action)
         if direction == schedule.BACKWARD:
             return
-        wanted = {last, *self._step.before[self._worker].get(self._action, ())}
-        for action in sorted(wanted - {None}):
+        wanted = {last, *self._step.before[self._worker].get(self._action, ())} - {None}
+        if self._segment is not None:
+            self._segment.after |= wanted
+        for action in sorted(wanted):
             yield from done.get(action, ())
 
     def ends_with(self, tensors: list[tf.Tensor], activations: list[tf.Tensor]) -> None:
         """Notes what is computed last, and what other stages may need."""
         self._step.activations += activations
         self._of_inputs = activations
+        if self._segment is not None and self._step.clock is not None:
+            self._step.clock.end(self._segment, self._worker, tensors, activations)
         if tensors:
             self._step.done[self._worker][self._action] = list(tensors)

@@ -1,0 +1,112 @@
+"""Seconds of stages' work and waits for links, by the moments of a step's actions.
+
+stage 0  [F0][F1]............[B0]   [B1]      [ ] work   . no work
+            sent |--> arrived
+stage 1      ....[F0 loss B0][F1 loss B1]     flight: sent to arrived
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from keras_psplus.pipeline.base.schedule import BACKWARD, FORWARD
+
+Action = tuple[str, int]
+
+
+class Span(NamedTuple):
+    """Work of a stage without a pause, by the clock of its machine.
+
+    Attributes:
+        action: Direction and number of the micro-batch.
+        arrived: When all that it begins with was there.
+        sent: When what the next stage needs was there.
+        ended: When all was done.
+        after: Actions of the stage that it waits for.
+    """
+
+    action: Action
+    arrived: float
+    sent: float
+    ended: float
+    after: frozenset[Action] = frozenset()
+
+
+def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
+    """Computes each stage's seconds of work, and of waiting for what was on its way.
+
+    Args:
+        stages: For each stage of a pipeline, its spans in a step.
+
+    Example:
+
+    ```python
+    first = Span(("forward", 0), arrived=0.0, sent=1.0, ended=1.0)
+    then = Span(("forward", 0), arrived=3.0, sent=4.0, ended=4.0)
+    last = Span(("forward", 1), arrived=6.5, sent=7.0, ended=7.0)
+    work_and_links([[first, first._replace(action=("forward", 1), sent=5.0)], [then, last]])[1]
+    # (1.5, 1.5): between 4 and 6.5 s, the second micro-batch was on its way from 5 s on
+    ```
+    """
+    clocks = _clocks(stages)
+    found = []
+    for number, spans in enumerate(stages):
+        ends: dict[Action, float] = {}
+        for span in spans:
+            ends[span.action] = max(span.ended, ends.get(span.action, span.ended))
+        timed = []
+        for span in spans:
+            begun = max([span.arrived, *(ends[a] for a in span.after if a in ends)])
+            timed.append((min(begun, span.ended), span))
+        work = link = 0.0
+        until = min((begun for begun, _ in timed), default=0.0)
+        for begun, span in sorted(timed, key=lambda pair: pair[0]):
+            if number == len(stages) - 1 and span.action[0] == BACKWARD:
+                # What is before is its forward, and the loss.
+                begun = min(begun, until)
+            if begun > until:
+                left = _sent(stages, number, span.action, clocks)
+                link += max(0.0, min(begun, span.arrived) - max(until, left))
+            work += max(0.0, span.ended - max(begun, until))
+            until = max(until, span.ended)
+        found.append((work, link))
+    return found
+
+
+def _sent(
+    stages: Sequence[Sequence[Span]], number: int, action: Action, clocks: Sequence[float]
+) -> float:
+    """Moment at which a neighbour had sent an action's inputs, by the stage's clock."""
+    other = number - 1 if action[0] == FORWARD else number + 1
+    if not 0 <= other < len(stages):
+        return float("inf")
+    moments = [span.sent for span in stages[other] if span.action == action]
+    return max(moments) - clocks[other] + clocks[number] if moments else float("inf")
+
+
+def _clocks(stages: Sequence[Sequence[Span]]) -> list[float]:
+    """Differences of the clocks of the stages' machines to that of the first.
+
+    Nothing arrives before it was sent: where it seems so, one way is taken to be as long as back.
+    """
+    clocks = [0.0]
+    for one, other in itertools.pairwise(stages):
+        there, back = _shortest(one, other, FORWARD), _shortest(other, one, BACKWARD)
+        late = 0.0
+        if there is not None and back is not None and min(there, back) < 0:
+            late = (there - back) / 2
+        clocks.append(clocks[-1] + late)
+    return clocks
+
+
+def _shortest(givers: Sequence[Span], takers: Sequence[Span], direction: str) -> float | None:
+    sent: dict[Action, float] = {}
+    arrived: dict[Action, float] = {}
+    for span in givers:
+        sent[span.action] = max(span.sent, sent.get(span.action, span.sent))
+    for span in takers:
+        arrived[span.action] = max(span.arrived, arrived.get(span.action, span.arrived))
+    both = [a for a in arrived.keys() & sent.keys() if a[0] == direction]
+    return min((arrived[a] - sent[a] for a in both), default=None)

@@ -1,0 +1,75 @@
+"""Work of stages, and waits for links, from the moments of a step."""
+
+import pytest
+
+from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline.base.busy import Span, work_and_links
+
+
+def run(forward, backward, flight=0.0, clocks=(0.0, 0.0, 0.0), microbatches=4, loss=0.0):
+    """Spans of a step in which each stage is as fast as it can be."""
+    count = len(forward)
+    orders = schedule.one_f_one_b(count, microbatches)
+    before = [schedule.before(order) for order in orders]
+    sent, found, done = {}, [[] for _ in orders], [0] * count
+    at = [0.0] * count
+    while any(done[k] < len(order) for k, order in enumerate(orders)):
+        for k, order in enumerate(orders):
+            while done[k] < len(order):
+                action = direction, turn = order[done[k]]
+                is_forward = direction == schedule.FORWARD
+                giver = (k - 1 if is_forward else k + 1), action
+                if is_forward and k == 0:
+                    arrived = 0.0
+                elif not is_forward and k == count - 1:
+                    arrived = sent[k, ("forward", turn)] + loss
+                elif giver in sent:
+                    arrived = sent[giver] + flight
+                else:
+                    break
+                begun = max(arrived, at[k])
+                at[k] = begun + (forward if is_forward else backward)[k]
+                sent[k, action] = at[k]
+                times = [moment + clocks[k] for moment in (arrived, at[k], at[k])]
+                found[k].append(Span(action, *times, frozenset(before[k][action])))
+                done[k] += 1
+    return found
+
+
+def test_work_is_that_of_each_stage_whatever_it_waits_for():
+    for microbatches in (1, 4, 8):
+        found = work_and_links(run([1, 3, 1], [2, 6, 2], 0.0, microbatches=microbatches))
+        for (work, link), each in zip(found, (3, 9, 3)):
+            assert work == pytest.approx(each * microbatches) and link == 0
+
+
+def test_time_for_the_loss_is_work_of_the_last_stage():
+    (first, _), (last, _) = work_and_links(run([1, 1], [1, 1], loss=2.0))
+    assert first == pytest.approx(8) and last == pytest.approx(16)
+
+
+def test_a_flight_counts_as_far_as_a_stage_has_nothing_to_do():
+    found = work_and_links(run([1, 1], [1, 1], flight=3.0))
+    assert all(work == pytest.approx(8) for work, _ in found)
+    assert [link for _, link in found] == pytest.approx([7, 3])
+    # A stage that works all the time waits for nothing.
+    (_, link), _ = work_and_links(run([9, 1], [9, 1], flight=1.0, microbatches=8))
+    assert link == 0
+
+
+@pytest.mark.parametrize("ahead", [50.0, -50.0])
+def test_clocks_of_machines_may_differ(ahead):
+    plain = work_and_links(run([1, 2, 1], [2, 4, 2], flight=0.5))
+    other = work_and_links(run([1, 2, 1], [2, 4, 2], flight=0.5, clocks=(0.0, ahead, 3 * ahead)))
+    for found, expected in zip(other, plain):
+        assert found == pytest.approx(expected)
+
+
+def test_spans_of_one_stage_that_overlap_count_once():
+    spans = [
+        Span(("forward", 0), 0.0, 2.0, 2.0),
+        Span(("forward", 0), 1.0, 3.0, 3.0),
+        Span(("forward", 1), 0.0, 5.0, 5.0, frozenset({("forward", 0)})),
+    ]
+    assert work_and_links([spans]) == [(5.0, 0.0)]
+    assert work_and_links([[]]) == [(0.0, 0.0)]
