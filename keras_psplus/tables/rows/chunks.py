@@ -48,10 +48,17 @@ class ChunkedRows:
         columns: Its columns.
         dtype: Its type.
         most: The most rows that it may have; None for `MOST_ROWS`.
+        is_new: Function that returns whether nobody waits yet for what is executed first.
     """
 
-    def __init__(self, columns: int, dtype: tf.DType, most: int | None = None) -> None:
-        self.dtype, self._columns = dtype, columns
+    def __init__(
+        self,
+        columns: int,
+        dtype: tf.DType,
+        most: int | None = None,
+        is_new: Callable[[], tf.Tensor] | None = None,
+    ) -> None:
+        self.dtype, self._columns, self._is_new = dtype, columns, is_new
         most = most or MOST_ROWS
         self.shape, self.name = tf.TensorShape([most, columns]), "rows"
         self._unique_id = f"keras_psplus_rows_{next(_numbers)}"
@@ -105,7 +112,12 @@ class ChunkedRows:
     ) -> tf.Tensor:
         if len(self._chunks) == 1:
             return one()
-        return tf.cond(self._used.read_value() > 1, several, one)
+        uses_several = self._used.read_value() > 1
+        if self._is_new is not None:
+            # TensorFlow makes a function ready when it is first executed, which takes as long as
+            # some updates do: rather at the start than in the update that begins a second chunk.
+            uses_several = tf.logical_or(uses_several, self._is_new())
+        return tf.cond(uses_several, several, one)
 
     def _read_chunks(self, rows: tf.Tensor) -> tf.Tensor:
         chunks, inside = self._places(rows)
