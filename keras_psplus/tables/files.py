@@ -67,6 +67,11 @@ class Capture:
         self._gone = [np.unique(keys.numpy()) for keys in gone]
         self.changes = 0
 
+    def warm_up(self) -> None:
+        """Reads no rows, as TensorFlow makes ready what it executes for the first time."""
+        for read in self._reads:
+            read(tf.constant(0), tf.constant(0))
+
     def close(self) -> None:
         """Lets updates go on without a look at what is written."""
         for rows in _tables_of(self._store):

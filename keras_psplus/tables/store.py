@@ -40,7 +40,7 @@ class RowStore:
         self._spec, self.dim = spec, spec["dim"]
         self.clock = Clock()
         self._expiry = Expiry(spec["expire"], self.clock, servers, server)
-        self.weights = ChunkedRows(self.dim, tf.float32)
+        self.weights = self._make_column()
         self.key_rows = KeyRows(spec["name"], lambda: self.clock.step() + 1, self.weights)
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
@@ -60,7 +60,7 @@ class RowStore:
 
         def make_slot(initializer: Any, shape: Any) -> ChunkedRows:
             initializers.append(initializer)
-            return ChunkedRows(self.dim, tf.float32)
+            return self._make_column()
 
         with tf.init_scope():
             self.key_rows.log.begin()
@@ -73,6 +73,9 @@ class RowStore:
                 slot.allocate(tf.constant(rows))
             for first in range(0, rows, _CHUNK):
                 self._start_slots(tf.range(first, min(first + _CHUNK, rows)))
+
+    def _make_column(self) -> ChunkedRows:
+        return ChunkedRows(self.dim, tf.float32, is_new=lambda: self.clock.step() < 1)
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         """Rows of keys, and what there is in place of those that are missing.

@@ -13,7 +13,9 @@ from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import changes, policies
+from keras_psplus.tables.rows.frozen_rows import FrozenRows
 from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.store import RowStore
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers
 
@@ -97,6 +99,34 @@ def batch(step, rows=30):
 
 def bytes_of(folder, stem):
     return sum(path.stat().st_size for path in folder.glob(f"{stem}-*"))
+
+
+def test_a_backup_that_was_prepared_traces_nothing_and_loses_nothing(tmp_path, monkeypatch):
+    traced = []
+    for owner, name in ((RowStore, "freeze"), (FrozenRows, "read")):
+        function = getattr(owner, name)
+
+        def noted(of, *args, name=name, function=function):
+            traced.append(name)
+            return function(of, *args)
+
+        monkeypatch.setattr(owner, name, noted)
+    job = Job(1, psp.tables.Count(2), psp.tables.Unused(steps=4))
+    (files,) = job._files
+    files.prepare()
+    assert not traced
+    files.saves_in_training = True
+    files.prepare()
+    # Of rows, and of keys that are counted.
+    assert traced == ["freeze", "read", "read"] and files.progress
+    files.prepare()
+    for step in range(6):
+        job.step(*batch(step))
+        job.save(str(tmp_path))
+    assert len(traced) == 3 and len(stems_of(read_list(str(tmp_path)))) == 6
+    reader = Job(2, psp.tables.Count(2), psp.tables.Unused(steps=4))
+    reader.load(str(tmp_path))
+    assert state(reader) == state(job)
 
 
 def test_changes_are_as_large_as_what_was_touched_until_all_is_written_again(tmp_path, monkeypatch):

@@ -21,9 +21,11 @@ from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.rpc import servers as servers_module
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.table_server import TableServer
 from keras_psplus.hybrid.tables.table import Table, pull, push
+from keras_psplus.tables import initial_rows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid import stranger
 
@@ -36,9 +38,8 @@ LONG = tf.int64
 NEW = {"worker": "worker-1", "process": "its own"}
 
 
-@contextlib.contextmanager
-def serving():
-    """A server in a thread of this process, in a cluster with one worker; and the thread."""
+def make_server():
+    """A server of a cluster with one worker."""
     worker, ps = free_ports(2)
     cluster = {"worker": (f"127.0.0.1:{worker}",), "ps": (f"{HOST}:{ps}",)}
     options = {
@@ -48,7 +49,7 @@ def serving():
         "push_compressor": None,
         "sync": True,
     }
-    server = TableServer(
+    return TableServer(
         TaskConfig(cluster, "ps", 0),
         SECRET,
         options,
@@ -56,6 +57,12 @@ def serving():
         lambda line: None,
         [tempfile.gettempdir()],
     )
+
+
+@contextlib.contextmanager
+def serving():
+    """A server in a thread of this process; and the thread."""
+    server = make_server()
     ended = threading.Event()
     thread = threading.Thread(target=server.serve, args=(ended,))
     thread.start()
@@ -281,3 +288,25 @@ def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_
             saving.request_of(pairs, folder, listed, is_strict=True)
     finally:
         table.optimizer = None
+
+
+@pytest.mark.parametrize("first", ["check_directory", "optimizer"])
+def test_the_first_backup_is_prepared_before_training(first, monkeypatch, tmp_path):
+    prepared, server = [], make_server()
+    monkeypatch.setattr(DynamicShard, "prepare_capture", lambda shard: prepared.append(asked[-1]))
+    initializer = initial_rows.check_initializer("uniform")
+    spec = {"name": "keys", "key": 0, "dim": 2, "initializer": initializer, "kind": "dynamic"}
+    spec |= {"default": "zeros", "admit": None, "expire": []}
+    config = config_of(tf.keras.optimizers.SGD(1.0), None, None, None)
+    requests = {
+        "check_directory": {"directory": str(tmp_path)},
+        "optimizer": {"key": 0, "config": config, "number": 1, "first_slot": 1},
+    }
+    asked = ["hello", "table"]
+    server._handle("hello", **NEW, agreed=AGREED, replicas=1)
+    server._handle("table", spec=spec)
+    for what in sorted(requests, key=lambda what: what != first):
+        asked.append(what)
+        server._handle(what, **requests[what])
+    # Not before the optimizer's slots are known, nor in a job that makes no backups.
+    assert prepared == asked[-1:]

@@ -59,6 +59,13 @@ class DynamicShard(TableShard):
             self._capturing = self._freezing(), [self._reading(rows.frozen) for rows in every]
         return files.Capture(self.store, key, since, *self._capturing)
 
+    def prepare_capture(self) -> None:
+        """Traces and executes once what `capture` needs; training would wait for the first one."""
+        if self._capturing is None:
+            capture = self.capture(0, None)
+            capture.warm_up()
+            capture.close()
+
     def _freezing(self) -> files.Freeze:
         @traced(tf.TensorSpec([3], _LONG))
         def freeze(since: tf.Tensor) -> tuple[tf.Tensor, ...]:

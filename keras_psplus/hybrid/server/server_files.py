@@ -30,16 +30,29 @@ class ServerFiles:
     Args:
         shards: Dict from tables' numbers to `TableShard`s, as the server fills it.
         options: Dict with `server`, its index, and `servers`, their number.
+
+    Attributes:
+        progress: Grows while there is something to wait for.
+        saves_in_training: Whether `begin_save` will be called while tables are trained.
     """
 
     def __init__(self, shards: dict[int, TableShard], options: dict[str, Any]) -> None:
         self._shards = shards
         self._server, self._servers = options["server"], options["servers"]
-        # Grows while there is something to wait for.
-        self.progress = 0
+        self.progress, self.saves_in_training = 0, False
         self._writer, self._written = BackgroundWriter(), {"changes": 0, "is_whole": True}
         # Of each folder and beginning of names, the dynamic tables' marks.
         self._marks: dict[tuple[str, str], dict[int, dynamic_files.Mark]] = {}
+
+    def prepare(self) -> None:
+        """Sees that training waits no longer for the first backup than for others."""
+        if not self.saves_in_training:
+            return
+        self.settle()
+        for shard in self._shards.values():
+            if isinstance(shard, DynamicShard) and shard.optimizer is not None:
+                shard.prepare_capture()
+                self.note_progress()
 
     def begin_save(self, directory: str, stem: str, follows: Sequence[str] = ()) -> None:
         """Begins to write this server's rows of all tables, and their optimizers' variables.
@@ -76,7 +89,7 @@ class ServerFiles:
                 with shard_files.translate_file_errors("write", directory):
                     tf.io.gfile.makedirs(directory)
                     path = self._path(directory, stem)
-                    shard_files.write(path, variables, tensors, self._go_on, parts())
+                    shard_files.write(path, variables, tensors, self.note_progress, parts())
             finally:
                 are_variables_written.set()
                 for capture in captures.values():
@@ -141,13 +154,19 @@ class ServerFiles:
             for key, stored, slots in tables:
                 shard = self._shards[key]
                 if isinstance(shard, DynamicShard):
-                    place = self._server, self._servers, self._go_on
+                    place = self._server, self._servers, self.note_progress
                     dynamic_files.load(shard.store, every, stored, slots, *place)
                     continue
                 shape = shard.spec["rows"], shard.dim
                 for name, variable in _variables(shard, stored, slots).items():
                     shard_files.read_share(
-                        variable, paths, name, shape, self._server, self._servers, self._go_on
+                        variable,
+                        paths,
+                        name,
+                        shape,
+                        self._server,
+                        self._servers,
+                        self.note_progress,
                     )
 
     def take_up(self, directory: str, stem: str, tables: Sequence[tuple[int, int]]) -> None:
@@ -181,7 +200,8 @@ class ServerFiles:
     def _path(self, directory: str, stem: str) -> str:
         return shard_files.path_of(directory, stem, self._server, self._servers)
 
-    def _go_on(self) -> None:
+    def note_progress(self) -> None:
+        """Tells who waits that work goes on."""
         self.progress += 1
 
 

@@ -201,6 +201,7 @@ class TableServer:
         self._files.settle()
         check_elementwise(config)
         shard.set_optimizer(config, number, first_slot)
+        self._files.prepare()
         self._generation += 1
         return {}
 
@@ -216,6 +217,8 @@ class TableServer:
 
     def _on_check_directory(self, directory: str) -> dict[str, Any]:
         shard_files.check_writable(directory, self._task.name)
+        self._files.saves_in_training = True
+        self._files.prepare()
         return {}
 
     def _on_begin_save(self, directory: str, stem: str, follows: list[str]) -> dict[str, Any]:
@@ -251,6 +254,7 @@ class TableServer:
             self._on_hello(**greeting)
             self._first_process = first_process
             self._row_key.set(first_process)
+            self._files.saves_in_training = True
             for what, arguments in made:
                 self._handle(what, **arguments)
             self._files.load(**load)
@@ -280,7 +284,8 @@ class TableServer:
         address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._address
         server = tf.distribute.experimental.rpc.Server.create("grpc", address)
         for name, function in methods.items():
-            server.register(name, function)
+            server.register(name, function)  # Traces it.
+            self._files.note_progress()
         server.start()
         # A server ends with its last reference, which must be that thread's: it waits for calls
         # that may be waiting for this one, and 20 s for a connection that does not answer.

@@ -47,16 +47,24 @@ class ChunkedRows:
     Args:
         columns: Its columns.
         dtype: Its type.
+        most: The most rows that it may have; None for `MOST_ROWS`.
+        is_new: Function that returns whether nobody waits yet for what is executed first.
     """
 
-    def __init__(self, columns: int, dtype: tf.DType) -> None:
-        self.dtype, self._columns = dtype, columns
-        self.shape, self.name = tf.TensorShape([MOST_ROWS, columns]), "rows"
+    def __init__(
+        self,
+        columns: int,
+        dtype: tf.DType,
+        most: int | None = None,
+        is_new: Callable[[], tf.Tensor] | None = None,
+    ) -> None:
+        self.dtype, self._columns, self._is_new = dtype, columns, is_new
+        most = most or MOST_ROWS
+        self.shape, self.name = tf.TensorShape([most, columns]), "rows"
         self._unique_id = f"keras_psplus_rows_{next(_numbers)}"
-        self._log = (max(_LEAST_ROWS, _FIRST_BYTES // (dtype.size * columns))).bit_length() - 1
-        first = 1 << self._log
-        self._starts, self._sizes = [0], [first]
-        while self._starts[-1] + self._sizes[-1] < MOST_ROWS:
+        first = max(_LEAST_ROWS, _FIRST_BYTES // (dtype.size * columns))
+        self._starts, self._sizes = [0], [min(1 << first.bit_length() - 1, most)]
+        while self._starts[-1] + self._sizes[-1] < most:
             self._starts.append(self._starts[-1] + self._sizes[-1])
             self._sizes.append(self._starts[-1])
         with tf.init_scope(), tf.device("/CPU:0"):
@@ -94,12 +102,22 @@ class ChunkedRows:
 
     def sparse_read(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of an int32 vector of numbers, for which there is memory."""
-        found = tf.cond(
-            self._used.read_value() > 1,
-            lambda: self._read_all(rows),
-            lambda: self._chunks[0].sparse_read(rows),
+        found = self._if_several(
+            lambda: self._read_all(rows), lambda: self._chunks[0].sparse_read(rows)
         )
         return tf.ensure_shape(found, [None, self._columns])
+
+    def _if_several(
+        self, several: Callable[[], tf.Tensor], one: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
+        if len(self._chunks) == 1:
+            return one()
+        uses_several = self._used.read_value() > 1
+        if self._is_new is not None:
+            # TensorFlow makes a function ready when it is first executed, which takes as long as
+            # some updates do: rather at the start than in the update that begins a second chunk.
+            uses_several = tf.logical_or(uses_several, self._is_new())
+        return tf.cond(uses_several, several, one)
 
     def _read_chunks(self, rows: tf.Tensor) -> tf.Tensor:
         chunks, inside = self._places(rows)
@@ -117,10 +135,8 @@ class ChunkedRows:
 
     def write(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Writes distinct rows; returns a tensor to wait for."""
-        return tf.cond(
-            self._used.read_value() > 1,
-            lambda: self._write_all(rows, values),
-            lambda: self._write_to(0, rows, values),
+        return self._if_several(
+            lambda: self._write_all(rows, values), lambda: self._write_to(0, rows, values)
         )
 
     def _write_chunks(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
@@ -135,10 +151,11 @@ class ChunkedRows:
         return tf.constant(0)
 
     def _write_to(self, i: int, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        tf.raw_ops.ResourceScatterUpdate(
+        written = tf.raw_ops.ResourceScatterUpdate(
             resource=self._chunks[i].handle, indices=rows, updates=values
         )
-        return tf.constant(0)
+        with tf.control_dependencies([] if written is None else [written]):
+            return tf.constant(0)
 
     def _places(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Chunk of each row, and its number there."""

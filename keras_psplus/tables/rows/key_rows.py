@@ -37,8 +37,10 @@ class KeyRows:
     def __init__(self, name: str, update: Callable[[], tf.Tensor], *others: ChunkedRows) -> None:
         self._name, self._update = name, update
         self.index, self.log, self.frozen = KeyIndex(), RemovalLog(), FrozenRows(self)
-        self._keys, self._meta = ChunkedRows(1, _LONG), ChunkedRows(3, _INT)
-        self._free = ChunkedRows(1, _INT)
+        self._keys, self._meta, self._free = (
+            ChunkedRows(columns, dtype, is_new=lambda: update() <= 1)
+            for columns, dtype in ((1, _LONG), (3, _INT), (1, _INT))
+        )
         with tf.init_scope():
             self.next, self._free_count = (
                 tf.Variable(0, dtype=_INT, trainable=False) for _ in range(2)

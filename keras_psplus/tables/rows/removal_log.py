@@ -27,8 +27,8 @@ class RemovalLog:
     """
 
     def __init__(self) -> None:
-        self._removed = ChunkedRows(2, _LONG)
         self._most = min(_MOST, chunks.MOST_ROWS)
+        self._removed = ChunkedRows(2, _LONG, self._most)
         with tf.init_scope():
             self._count = tf.Variable(0, dtype=_INT, trainable=False)
             self._floor = tf.Variable(0, dtype=_LONG, trainable=False)
