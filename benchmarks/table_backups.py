@@ -33,7 +33,7 @@ from keras_psplus.tables.rows.row_optimizer import config_of
 
 BATCH, FILLED, STEPS = 1 << 13, 1 << 16, 100
 # Of a job, between backups: the next one waits until the one before is on the disk.
-BETWEEN = 400
+BETWEEN = 200
 
 
 def main() -> None:

@@ -87,6 +87,8 @@ def main():
         if hour:
             areas.append(model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["auc"])
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=publish)
+    quarters = [f"{np.mean(part):.3f}" for part in np.array_split(areas, 4)]
+    print(f"area under the curve by quarters of the time: {' '.join(quarters)}")
     rows = 2 * args.hashed or sum(len(model.get_layer(f"{n}_table").keys) for n in x)
     late = np.mean(areas[len(areas) // 2 :])
     print(f"stream: auc={late:.3f} first={areas[0]:.3f} rows={rows}")

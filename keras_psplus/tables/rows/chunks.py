@@ -8,6 +8,7 @@ Each chunk is as large as all before it.
 The operating system gives a chunk memory page by page, where it is first written.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -73,9 +74,7 @@ class ChunkedRows:
                 for _ in self._sizes
             ]
             self._used = tf.Variable(0, dtype=_INT, trainable=False)
-        ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
-        self._read_all = traced_once(self._read_chunks, ids)
-        self._write_all = traced_once(self._write_chunks, ids, values)
+        self._read_all, self._write_all = _functions(dtype, columns, tuple(self._starts))
         self.allocate(tf.constant(1))
 
     def allocate(self, rows: tf.Tensor) -> None:
@@ -103,7 +102,7 @@ class ChunkedRows:
     def sparse_read(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of an int32 vector of numbers, for which there is memory."""
         found = self._if_several(
-            lambda: self._read_all(rows), lambda: self._chunks[0].sparse_read(rows)
+            lambda: self._read_all(rows, *self._handles), lambda: self._chunks[0].sparse_read(rows)
         )
         return tf.ensure_shape(found, [None, self._columns])
 
@@ -119,46 +118,68 @@ class ChunkedRows:
             uses_several = tf.logical_or(uses_several, self._is_new())
         return tf.cond(uses_several, several, one)
 
-    def _read_chunks(self, rows: tf.Tensor) -> tf.Tensor:
-        chunks, inside = self._places(rows)
-        count = len(self._chunks)
-        places = tf.dynamic_partition(tf.range(tf.size(rows)), chunks, count)
-        parts = [
-            tf.cond(
-                tf.size(own) > 0,
-                lambda i=i, own=own: self._chunks[i].sparse_read(own),
-                lambda: tf.zeros([0, self._columns], self.dtype),
-            )
-            for i, own in enumerate(tf.dynamic_partition(inside, chunks, count))
-        ]
-        return tf.dynamic_stitch(places, parts)
+    @property
+    def _handles(self) -> list[tf.Tensor]:
+        return [chunk.handle for chunk in self._chunks]
 
     def write(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Writes distinct rows; returns a tensor to wait for."""
         return self._if_several(
-            lambda: self._write_all(rows, values), lambda: self._write_to(0, rows, values)
+            lambda: self._write_all(rows, values, *self._handles),
+            lambda: _write_to(self._chunks[0].handle, rows, values),
         )
 
-    def _write_chunks(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        chunks, inside = self._places(rows)
-        own = [tf.dynamic_partition(of, chunks, len(self._chunks)) for of in (inside, values)]
-        for i, (ids, part) in enumerate(zip(*own)):
+
+@functools.cache
+def _functions(dtype: tf.DType, columns: int, starts: tuple[int, ...]) -> tuple[Any, Any]:
+    """Functions that read and write rows of several chunks, for all that have such chunks.
+
+    Args:
+        dtype: Of the rows.
+        columns: Of the rows.
+        starts: First row of each chunk.
+    """
+
+    def places(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Chunk of each row, and its number there."""
+        chunks = tf.searchsorted(tf.constant(starts), rows, side="right") - 1
+        return chunks, rows - tf.gather(tf.constant(starts), chunks)
+
+    def read(rows: tf.Tensor, *handles: tf.Tensor) -> tf.Tensor:
+        chunks, inside = places(rows)
+        order = tf.dynamic_partition(tf.range(tf.size(rows)), chunks, len(starts))
+        parts = [
+            tf.cond(
+                tf.size(own) > 0,
+                lambda handle=handle, own=own: _read_from(handle, own, dtype, columns),
+                lambda: tf.zeros([0, columns], dtype),
+            )
+            for handle, own in zip(handles, tf.dynamic_partition(inside, chunks, len(starts)))
+        ]
+        return tf.dynamic_stitch(order, parts)
+
+    def write(rows: tf.Tensor, values: tf.Tensor, *handles: tf.Tensor) -> tf.Tensor:
+        chunks, inside = places(rows)
+        own = [tf.dynamic_partition(of, chunks, len(starts)) for of in (inside, values)]
+        for handle, ids, part in zip(handles, *own):
             tf.cond(
                 tf.size(ids) > 0,
-                lambda i=i, ids=ids, part=part: self._write_to(i, ids, part),
+                lambda handle=handle, ids=ids, part=part: _write_to(handle, ids, part),
                 lambda: 0,
             )
         return tf.constant(0)
 
-    def _write_to(self, i: int, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        written = tf.raw_ops.ResourceScatterUpdate(
-            resource=self._chunks[i].handle, indices=rows, updates=values
-        )
-        with tf.control_dependencies([] if written is None else [written]):
-            return tf.constant(0)
+    ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
+    handles = [tf.TensorSpec([], tf.resource)] * len(starts)
+    return traced_once(read, ids, *handles), traced_once(write, ids, values, *handles)
 
-    def _places(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Chunk of each row, and its number there."""
-        starts = tf.constant(self._starts)
-        chunks = tf.searchsorted(starts, rows, side="right") - 1
-        return chunks, rows - tf.gather(starts, chunks)
+
+def _read_from(handle: tf.Tensor, rows: tf.Tensor, dtype: tf.DType, columns: int) -> tf.Tensor:
+    found = tf.raw_ops.ResourceGather(resource=handle, indices=rows, dtype=dtype)
+    return tf.ensure_shape(found, [None, columns])
+
+
+def _write_to(handle: tf.Tensor, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    written = tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=rows, updates=values)
+    with tf.control_dependencies([] if written is None else [written]):
+        return tf.constant(0)

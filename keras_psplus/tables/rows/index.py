@@ -1,10 +1,11 @@
 """Row numbers of keys, in TensorFlow's dense hash tables.
 
-A table that is full doubles, and moves all of its keys. So there are several, by the highest bits
-of a key's hash, and each of them is full at another number of keys: they never grow together.
+A table that is full doubles, and moves all of its keys, some 15 million a second. So there are
+many, by the highest bits of a key's hash, and each of them is full at another number of keys: they
+never grow together.
 
-    part        0      1      2     ...     15
-    full at   0.90   0.86   0.82    ...    0.47  of its buckets
+    part        0      1      2     ...     63
+    full at   0.90   0.89   0.88    ...    0.45  of its buckets
 """
 
 from typing import Any
@@ -15,11 +16,11 @@ import tensorflow as tf
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
 from keras_psplus.tables.rows.chunks import traced_once
 
-PARTS = 16
+PARTS = 64
 _BUCKETS = 1 << 10
-_FULLEST = 0.9
-# Of removed keys, before a part is written again without them.
-_LEAST_REMOVED = 1 << 10
+_FULLEST = [0.9 * 2 ** (-i / PARTS) for i in range(PARTS)]
+# Keys that one update moves so that parts lose the marks of removed ones; each part counts as some.
+_MOST_MOVED, _LEAST_MOVED = 1 << 16, 1 << 11
 _INT, _LONG = tf.int32, tf.int64
 
 
@@ -37,11 +38,17 @@ class KeyIndex:
                     value_dtype=_INT,
                     value_shape=[],
                     initial_num_buckets=_BUCKETS,
-                    max_load_factor=_FULLEST * 2 ** (-i / PARTS),
+                    max_load_factor=fullest,
                 )
-                for i in range(PARTS)
+                for fullest in _FULLEST
             ]
+            # Removed keys of each part, and how many it may have before somebody looks.
             self._removed = tf.Variable(tf.zeros([PARTS], _INT), trainable=False)
+            self._limits = tf.Variable(
+                [_most_removed(fullest, int(_BUCKETS * fullest)) for fullest in _FULLEST],
+                dtype=_INT,
+                trainable=False,
+            )
         hashes, rows = tf.TensorSpec([None], _LONG), tf.TensorSpec([None], _INT)
         self._find_all = traced_once(self._find, hashes)
         self._insert_all = traced_once(self._insert, hashes, rows)
@@ -84,8 +91,8 @@ class KeyIndex:
         removed = self._removed.assign_add(counts, read_value=True)
         with tf.control_dependencies(done):
             return tf.cond(
-                tf.reduce_any(removed > _LEAST_REMOVED),
-                lambda: tf.numpy_function(self._rewrite_worst, [removed], _INT),
+                tf.reduce_any(removed > self._limits),
+                lambda: tf.numpy_function(self._rewrite, [removed, self._limits], _INT),
                 lambda: tf.constant(0, _INT),
             )
 
@@ -95,25 +102,34 @@ class KeyIndex:
             self._import_empty(table, _BUCKETS)
         self._removed.assign(tf.zeros([PARTS], _INT))
 
-    def _rewrite_worst(self, removed: np.ndarray) -> np.int32:
-        # A removed key leaves a mark, over which searches go on; nothing else takes the marks away.
-        worst = int(removed.argmax())
-        table = self._tables[worst]
-        left = int(tf.raw_ops.LookupTableSizeV2(table_handle=table))
-        if removed[worst] > max(_LEAST_REMOVED, left // 4):
-            keys, values = tf.raw_ops.LookupTableExportV2(
-                table_handle=table, Tkeys=_LONG, Tvalues=_INT
-            )
-            keys, values = tf.reshape(keys, [-1]), tf.reshape(values, [-1])
-            is_key = tf.logical_and(keys != self._empty, keys != self._deleted)
-            self._import_empty(table, tf.size(keys))
-            tf.raw_ops.LookupTableInsertV2(
-                table_handle=table,
-                keys=tf.boolean_mask(keys, is_key),
-                values=tf.boolean_mask(values, is_key),
-            )
-            self._removed.assign(np.where(np.arange(PARTS) == worst, 0, removed))
-        return np.int32(left)
+    def _rewrite(self, removed: np.ndarray, limits: np.ndarray) -> np.int32:
+        """Writes parts again without marks of removed keys.
+
+        Searches for a key that is not there end at a bucket that never had one. New keys take
+        buckets with marks as well as those, of which none would be left in the end.
+        """
+        removed, limits, moved = removed.copy(), limits.copy(), 0
+        for i in np.argsort(-removed):
+            table = self._tables[i]
+            if removed[i] > limits[i] and moved < _MOST_MOVED:
+                left = int(tf.raw_ops.LookupTableSizeV2(table_handle=table))
+                limits[i] = _most_removed(_FULLEST[i], left)
+                if removed[i] > limits[i]:
+                    self._write_again(table)
+                    removed[i] = 0
+                    moved += max(left, _LEAST_MOVED)
+        self._removed.assign(removed)
+        self._limits.assign(limits)
+        return np.int32(moved)
+
+    def _write_again(self, table: Any) -> None:
+        keys, values = (
+            of.numpy().ravel()
+            for of in tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=_LONG, Tvalues=_INT)
+        )
+        is_key = (keys != self._empty.numpy()) & (keys != self._deleted.numpy())
+        self._import_empty(table, len(keys))
+        tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys[is_key], values=values[is_key])
 
     def _import_empty(self, table: Any, buckets: Any) -> None:
         # An import takes the place of the buckets as it is.
@@ -134,3 +150,11 @@ class KeyIndex:
 def hashes_of(keys: tf.Tensor) -> tf.Tensor:
     """int64 hashes of keys, no two of which are equal."""
     return tf.bitcast(mixed(keys), _LONG)
+
+
+def _most_removed(fullest: float, keys: int) -> int:
+    """Half of the buckets without a key in a part with so many, at least."""
+    buckets = _BUCKETS
+    while keys > buckets * fullest:
+        buckets *= 2
+    return (buckets - keys) // 2
