@@ -94,7 +94,8 @@ def main():
     if "sync" in options:
         alone = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         alone.set_weights(before)
-        alone.compile(keras.optimizers.SGD(0.001), "mse")
+        with psp.single_process():
+            alone.compile(keras.optimizers.SGD(0.001), "mse")
         alone.fit(data, epochs=progress.epochs, verbose=0)
         pairs = zip(model.dense.get_weights(), alone.get_weights())
         off = max(float(np.abs(one - other).max()) for one, other in pairs)
