@@ -548,7 +548,7 @@ def main(folder, names, updates, in_cluster):
     for rule, names in updates.items():
         # A process has one strategy; these cases get the part of it that updates anew.
         strategy._updates = updates_module.get(rule)
-        strategy.extended._updating = MirroredUpdates(strategy._updates, strategy)
+        strategy.extended.updating = MirroredUpdates(strategy._updates, strategy)
         for name in names:
             path = pathlib.Path(folder, f"{name}-{rule}-{name_of_process}.npz")
             np.savez(path, **fit(CASES[name], strategy, x, y))

@@ -140,7 +140,7 @@ def compressed(make, topology, out, key, name):
 def with_updates(make, topology, out, key, policy):
     strategy = make(None, topology)
     strategy._updates = policy
-    strategy.extended._updating = MirroredUpdates(policy, strategy)
+    strategy.extended.updating = MirroredUpdates(policy, strategy)
     try:
         with strategy.scope():
             if policy.local:
@@ -153,7 +153,7 @@ def with_updates(make, topology, out, key, policy):
         model.fit(*data, batch_size=batch, shuffle=False, verbose=0)
         out[key] = result(strategy, model)
     finally:
-        strategy._updates = strategy.extended._updating = None
+        strategy._updates = strategy.extended.updating = None
 
 
 def automatic(make, topology, out, key):

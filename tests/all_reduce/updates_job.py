@@ -367,7 +367,7 @@ def main():
     def make(policy, compressor=None):
         # A process has one strategy; each case gets the parts of it that send anew.
         strategy._updates = policy
-        strategy.extended._updating = MirroredUpdates(policy, strategy)
+        strategy.extended.updating = MirroredUpdates(policy, strategy)
         compress(strategy, compressor)
         return strategy
 

@@ -301,7 +301,7 @@ def main():
     for name in names:
         if name == "accumulated" and not reference:
             strategy._updates = psp.updates.Accumulate(2)
-            strategy.extended._updating = MirroredUpdates(strategy._updates, strategy)
+            strategy.extended.updating = MirroredUpdates(strategy._updates, strategy)
         with strategy.scope():
             embedding = OneHot if reference else keras.layers.Embedding
             results = CASES[name].fit(embedding, reference, x, y)
