@@ -8,7 +8,7 @@ stage 1      ....[F0 loss B0][F1 loss B1]     flight: sent to arrived
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from keras_psplus.pipeline.base.schedule import BACKWARD, FORWARD
@@ -50,13 +50,11 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
     # (1.5, 1.5): between 4 and 6.5 s, the second micro-batch was on its way from 5 s on
     ```
     """
-    clocks = _clocks(stages)
+    sent = [_latest(spans, "sent") for spans in stages]
+    clocks = _clocks(stages, sent)
     found = []
     for number, spans in enumerate(stages):
-        ends: dict[Action, float] = {}
-        for span in spans:
-            ends[span.action] = max(span.ended, ends.get(span.action, span.ended))
-        timed = []
+        ends, timed = _latest(spans, "ended"), []
         for span in spans:
             begun = max([span.arrived, *(ends[a] for a in span.after if a in ends)])
             timed.append((min(begun, span.ended), span))
@@ -64,10 +62,10 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
         until = min((begun for begun, _ in timed), default=0.0)
         for begun, span in sorted(timed, key=lambda pair: pair[0]):
             if number == len(stages) - 1 and span.action[0] == BACKWARD:
-                # What is before is its forward, and the loss.
+                # Its forward comes before, and the loss.
                 begun = min(begun, until)
             if begun > until:
-                left = _sent(stages, number, span.action, clocks)
+                left = _sent(sent, number, span.action, clocks)
                 link += max(0.0, min(begun, span.arrived) - max(until, left))
             work += max(0.0, span.ended - max(begun, until))
             until = max(until, span.ended)
@@ -75,25 +73,36 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
     return found
 
 
+def _latest(spans: Sequence[Span], moment: str) -> dict[Action, float]:
+    """Latest moment of each action's spans, of those that `Span` has."""
+    latest: dict[Action, float] = {}
+    for span in spans:
+        own = getattr(span, moment)
+        latest[span.action] = max(own, latest.get(span.action, own))
+    return latest
+
+
 def _sent(
-    stages: Sequence[Sequence[Span]], number: int, action: Action, clocks: Sequence[float]
+    sent: Sequence[Mapping[Action, float]], number: int, action: Action, clocks: Sequence[float]
 ) -> float:
     """Moment at which a neighbour had sent an action's inputs, by the stage's clock."""
     other = number - 1 if action[0] == FORWARD else number + 1
-    if not 0 <= other < len(stages):
+    if not 0 <= other < len(sent) or action not in sent[other]:
         return float("inf")
-    moments = [span.sent for span in stages[other] if span.action == action]
-    return max(moments) - clocks[other] + clocks[number] if moments else float("inf")
+    return sent[other][action] - clocks[other] + clocks[number]
 
 
-def _clocks(stages: Sequence[Sequence[Span]]) -> list[float]:
+def _clocks(
+    stages: Sequence[Sequence[Span]], sent: Sequence[Mapping[Action, float]]
+) -> list[float]:
     """Differences of the clocks of the stages' machines to that of the first.
 
     Nothing arrives before it was sent: where it seems so, one way is taken to be as long as back.
     """
-    clocks = [0.0]
-    for one, other in itertools.pairwise(stages):
-        there, back = _shortest(one, other, FORWARD), _shortest(other, one, BACKWARD)
+    clocks, arrived = [0.0], [_latest(spans, "arrived") for spans in stages]
+    for one, other in itertools.pairwise(range(len(stages))):
+        there = _shortest(sent[one], arrived[other], FORWARD)
+        back = _shortest(sent[other], arrived[one], BACKWARD)
         late = 0.0
         if there is not None and back is not None and min(there, back) < 0:
             late = (there - back) / 2
@@ -101,12 +110,8 @@ def _clocks(stages: Sequence[Sequence[Span]]) -> list[float]:
     return clocks
 
 
-def _shortest(givers: Sequence[Span], takers: Sequence[Span], direction: str) -> float | None:
-    sent: dict[Action, float] = {}
-    arrived: dict[Action, float] = {}
-    for span in givers:
-        sent[span.action] = max(span.sent, sent.get(span.action, span.sent))
-    for span in takers:
-        arrived[span.action] = max(span.arrived, arrived.get(span.action, span.arrived))
+def _shortest(
+    sent: Mapping[Action, float], arrived: Mapping[Action, float], direction: str
+) -> float | None:
     both = [a for a in arrived.keys() & sent.keys() if a[0] == direction]
     return min((arrived[a] - sent[a] for a in both), default=None)
