@@ -31,7 +31,7 @@ from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
-from keras_psplus.core.jobs import failure
+from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.core.models import live_strategies
 from keras_psplus.core.strategy_base import StrategyBase
@@ -196,6 +196,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             )
         if multi_worker:
             assert self._task is not None and control is not None
+            leave.watch(self._task, lambda: heartbeats.lost)
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
             stopped_peers.watch(

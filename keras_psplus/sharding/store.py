@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.cluster.process import exit_code
-from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.core.jobs import error_report, failure, leave
 from keras_psplus.core.jobs.control import listen
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
 
-_POLL_SECONDS, _POLL = 3.0, 3000
+_POLL_SECONDS = 3.0
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
 # The answer to what another worker cannot give before it is answered itself.
@@ -261,10 +261,10 @@ class ShareStore:
         names, begin, has_said = self._control.names, time.monotonic(), False
         try:
             self._submit(left=True)
-            context.context().set_config_key_value(self._key(f"end/{names[self._number]}"), "")
+            leave.post(names[self._number])
             for name in names:
-                while not self._has(f"end/{name}", _POLL):
-                    if self._has("waiting", 1) or self._error is not None or self._control.lost:
+                while not leave.has_left(name, _POLL_SECONDS):
+                    if self._has("waiting") or self._error is not None or self._control.lost:
                         return
                     if not has_said and time.monotonic() - begin > _SILENT_SECONDS:
                         has_said = True
@@ -276,9 +276,9 @@ class ShareStore:
         except Exception:
             return  # The chief, which has the keys, has ended, or the job has failed.
 
-    def _has(self, name: str, milliseconds: int) -> bool:
+    def _has(self, name: str) -> bool:
         try:
-            context.context().get_config_key_value(self._key(name), milliseconds)
+            context.context().get_config_key_value(self._key(name), 1)
         except tf.errors.DeadlineExceededError:
             return False
         return True
