@@ -1,15 +1,20 @@
 """Free TCP ports for the tasks of a local cluster."""
 
+import collections
 import glob
 import os
 import random
 import socket
+import time
 from collections.abc import Sequence
 
 _LOWEST, _HIGHEST = 10000, 65535
 _EPHEMERAL_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TRIES_PER_PORT = 200
 _TO_CONTROL = 1000
+# Seconds within which the servers of a launcher have begun to listen, and sockets until then.
+_RESERVED_SECONDS = 120.0
+_reserved: collections.deque[tuple[float, int]] = collections.deque()
 
 
 def control_port(port: int) -> int:
@@ -30,8 +35,9 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
 
     Ports outside the ephemeral range are preferred: the kernel hands
     ephemeral ports to outgoing connections of any process, which could take
-    one between this choice and the server's bind. The choice is random, so
-    that launchers that run at the same time rarely meet.
+    one between this choice and the server's bind. Until it is over, this process
+    reserves them: it holds the UDP ports of the same numbers, which others that
+    choose here leave alone.
 
     Example:
 
@@ -66,7 +72,8 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
             control = _bind(host, control_port(number))
             if control is not None:
                 held.append(control)
-                ports.append(number)
+                if _reserve(host, number):
+                    ports.append(number)
     finally:
         for bound in held:
             bound.close()
@@ -94,11 +101,28 @@ def _ephemeral_range() -> tuple[int, int]:
         return 49152, 65535  # IANA's range
 
 
-def _bind(host: str, port: int) -> socket.socket | None:
+def _reserve(host: str, port: int) -> bool:
+    """Reserves a port and that of its control channel, for a while; False if another has."""
+    now = time.monotonic()
+    while _reserved and now - _reserved[0][0] > _RESERVED_SECONDS:
+        os.close(_reserved.popleft()[1])
+    both = [_bind(host, one, socket.SOCK_DGRAM) for one in (port, control_port(port))]
+    taken = [one for one in both if one is not None]
+    if len(taken) == len(both):
+        _reserved.extend((now, one.detach()) for one in taken)
+        return True
+    for one in taken:
+        one.close()
+    return False
+
+
+def _bind(
+    host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> socket.socket | None:
     """Binds like TensorFlow's server (all interfaces); None if the port is taken."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        everywhere = socket.socket(family, socket.SOCK_STREAM)
+        family = socket.getaddrinfo(host, port, type=kind)[0][0]
+        everywhere = socket.socket(family, kind)
     except OSError as error:
         raise RuntimeError(
             f"{host!r} cannot be used as a host: {error}. Received: host={host!r}"

@@ -38,6 +38,16 @@ def test_taken_ports_are_left_alone(monkeypatch):
             free_ports(1)
 
 
+def test_launchers_that_start_together_choose_other_ports(monkeypatch):
+    chosen = free_ports(1)
+    monkeypatch.setattr(ports, "_candidates", lambda: chosen)
+    with pytest.raises(RuntimeError, match="0 of 1 free"):
+        free_ports(1)
+    # Their servers listen by now.
+    monkeypatch.setattr(ports, "_RESERVED_SECONDS", -1.0)
+    assert free_ports(1) == chosen
+
+
 def test_unknown_host_is_an_error():
     with pytest.raises(RuntimeError, match="Received: host='no-such-host.invalid'"):
         free_ports(1, "no-such-host.invalid")
