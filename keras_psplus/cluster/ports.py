@@ -102,7 +102,7 @@ def _ephemeral_range() -> tuple[int, int]:
 
 
 def _reserve(host: str, port: int) -> bool:
-    """Reserves a port and that of its control channel, for a while; False if another has."""
+    """Reserves a port and its control channel's for a while; False if another has."""
     now = time.monotonic()
     while _reserved and now - _reserved[0][0] > _RESERVED_SECONDS:
         os.close(_reserved.popleft()[1])
