@@ -66,6 +66,7 @@ def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=No
         "name": name,
         "window": window,
         "together": traits.together,
+        "dynamic": method.dynamic,
         "start": 3 if window == 1 else 1,
         "phases": phases,
     }

@@ -27,6 +27,7 @@ class Method:
         traits: `Traits`.
         works: Names of the works that it can do.
         entry: For keras_psplus, what `--strategy` takes.
+        dynamic: Whether the work's table is a `DynamicEmbedding`.
     """
 
     library: str
@@ -34,6 +35,7 @@ class Method:
     traits: Traits
     works: tuple = WORKS
     entry: str = ""
+    dynamic: bool = False
 
     @property
     def full_name(self):
@@ -50,8 +52,10 @@ class Method:
 def of_entry(path, entry=None):
     """The `Method` of a file of the catalogue's form."""
     path = pathlib.Path(path)
-    traits = traits_of(path.read_text())
-    return Method("keras_psplus", path.stem, traits, entry=entry or str(path.resolve()))
+    source = path.read_text()
+    entry = entry or str(path.resolve())
+    dynamic = "\nDYNAMIC_TABLES = True" in source
+    return Method("keras_psplus", path.stem, traits_of(source), entry=entry, dynamic=dynamic)
 
 
 def catalogue():
@@ -86,10 +90,11 @@ def tf_keras():
 
 
 def torch():
-    """Methods of PyTorch: DDP with its hooks, accumulation, and averaged weights."""
+    """Methods of PyTorch: DDP, compiled, with its hooks, accumulation, and averaged weights."""
     methods = [
-        Method("torch", "alone", Traits("alone"), _SIMPLE),
-        Method("torch", "ddp", Traits(), _SIMPLE),
+        Method("torch", "alone", Traits("alone"), (*_SIMPLE, "transformer")),
+        Method("torch", "ddp", Traits(), (*_SIMPLE, "transformer")),
+        Method("torch", "ddp_compile", Traits(), ("dense", "transformer")),
     ]
     dense = {
         "ddp_bf16": Traits(compression="bf16"),

@@ -64,7 +64,7 @@ def _wait_for(address):
             time.sleep(0.1)
 
 
-def make_model(keras, work, together):
+def make_model(keras, work, together, dynamic=False):
     if hasattr(work, "filters"):
         inputs, outputs = _convolutions(keras, work)
         widths = work.widths
@@ -73,7 +73,7 @@ def make_model(keras, work, together):
         widths = (work.classes,)
     elif hasattr(work, "rows"):
         inputs = keras.Input((work.ids,), dtype="int64")
-        rows = keras.layers.Embedding(work.rows, work.dim)(inputs)
+        rows = _table(keras, work, dynamic)(inputs)
         outputs = keras.layers.Lambda(lambda rows: tf.reduce_sum(rows, 1))(rows)
         widths = work.widths
     else:
@@ -82,6 +82,14 @@ def make_model(keras, work, together):
     return perceptron.compiled(
         keras, inputs, outputs, widths, work.learning_rate, steps_per_execution=together
     )
+
+
+def _table(keras, work, dynamic):
+    if not dynamic:
+        return keras.layers.Embedding(work.rows, work.dim)
+    import keras_psplus
+
+    return keras_psplus.layers.DynamicEmbedding(work.dim)
 
 
 def _convolutions(keras, work):
@@ -118,7 +126,7 @@ def train(task, keras, strategy, work, plan, windows):
     """Trains for so many windows."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = make_model(keras, work, plan["together"])
+        model = make_model(keras, work, plan["together"], plan["dynamic"])
     communication = getattr(strategy, "communication", None)
     counted = (lambda: communication.wire_bytes) if communication else None
     meter = Meter(task.leader, task.rank, plan, counted)

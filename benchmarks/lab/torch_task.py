@@ -21,7 +21,34 @@ from lab.meter import Meter
 from lab.task import Task
 
 
+class Block(torch.nn.Module):
+    """Attention and a small perceptron, as in the lab's Keras model."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(work.dim, work.heads, batch_first=True)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(work.dim, 1e-3) for _ in range(2))
+        self.hidden = torch.nn.Linear(work.dim, work.hidden)
+        self.output = torch.nn.Linear(work.hidden, work.dim)
+
+    def forward(self, x):
+        x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
+        return self.norms[1](x + self.output(torch.relu(self.hidden(x))))
+
+
+class Mean(torch.nn.Module):
+    """Mean over the words."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
 def make_model(work):
+    if hasattr(work, "blocks"):
+        blocks = [Block(work) for _ in range(work.blocks)]
+        table = torch.nn.Embedding(work.rows, work.dim)
+        output = torch.nn.Linear(work.dim, work.classes)
+        return torch.nn.Sequential(table, *blocks, Mean(), output)
     if hasattr(work, "rows"):
         table = [torch.nn.EmbeddingBag(work.rows, work.dim, mode="sum", sparse=True)]
         widths = (work.dim, *work.widths)
@@ -69,6 +96,8 @@ def train(task, work, plan, windows):
     model = make_model(work)
     if task.path != "alone":
         model = distribute(model, task.name)
+    if "compile" in task.name:
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), work.learning_rate)
     local, in_racks = "local_sgd" in task.name, "racks" in task.name
     if local:
