@@ -95,6 +95,7 @@ def torch():
         Method("torch", "alone", Traits("alone"), (*_SIMPLE, "transformer")),
         Method("torch", "ddp", Traits(), (*_SIMPLE, "transformer")),
         Method("torch", "ddp_compile", Traits(), ("dense", "transformer")),
+        Method("torch", "fsdp", Traits(shard="all"), ("dense", "transformer")),
     ]
     dense = {
         "ddp_bf16": Traits(compression="bf16"),

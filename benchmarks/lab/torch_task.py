@@ -1,4 +1,4 @@
-"""One task with PyTorch: alone, or under DDP with gloo.
+"""One task with PyTorch: alone, or under DDP or FSDP2 with gloo.
 
 Runs in a Python of its own, which has PyTorch and needs NumPy beside it.
 """
@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from lab.meter import Meter
@@ -61,7 +62,12 @@ def make_model(work):
 
 
 def distribute(model, name):
-    """The model under DDP, with the hook that the method's name says."""
+    """The model in shares, or under DDP with the hook that the method's name says."""
+    if name == "fsdp":
+        for layer in model:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer)
+        return fully_shard(model)
     # With several buckets, PowerSGD's later messages may cross under gloo, which then aborts.
     bucket = 25 if "powersgd" in name else None
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket)

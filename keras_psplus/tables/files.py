@@ -57,8 +57,6 @@ class Capture:
     ) -> None:
         self._store, self._key, self._reads = store, key, reads
         self._since = -1 if since is None else since[2]
-        # An update that went on while the last one was closed may have kept rows.
-        self.close()
         # No log has a generation of that number.
         state, *gone, self._filter = freeze(tf.constant(since or (-1, -1, 0), _LONG))
         numbers = [int(number) for number in state.numpy()]

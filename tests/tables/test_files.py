@@ -117,6 +117,20 @@ def test_all_rows_and_changes_are_those_of_the_moments_of_their_capture(
     assert len(chain.trained) > 2 and state(others[0]) == state(chain.servers)
 
 
+def test_what_was_kept_for_the_last_capture_is_not_written_in_the_next():
+    servers = Servers()
+    servers.step(*next(batches()))
+    store = servers.stores[0]
+    frozen, none = store.key_rows.frozen, tf.constant([-1, -1, 0], tf.int64)
+    store.freeze(none)
+    assert frozen.keep(tf.constant([0])) == 1
+    # As by an update that went on while that was closed.
+    store.freeze(none)
+    assert not list(frozen.take_kept())
+    frozen.keep(tf.constant([0, 1]))
+    assert [len(entries) for entries, _ in frozen.take_kept()] == [2]
+
+
 def test_rows_that_were_set_are_written_whole(tmp_path):
     chain = Chain(Servers(), tmp_path)
     for _ in range(2):

@@ -51,10 +51,11 @@ class FrozenRows:
     def __init__(self, of: _Rows) -> None:
         self._of = of
         with tf.init_scope(), tf.device("/CPU:0"):
-            self._since, self._until, self._cursor = (
-                tf.Variable(value, dtype=_INT, trainable=False) for value in (-1, 0, _CLOSED)
+            # The last one is the number of the moment.
+            self._since, self._until, self._cursor, self._moment = (
+                tf.Variable(value, dtype=_INT, trainable=False) for value in (-1, 0, _CLOSED, 0)
             )
-            self._kept = tf.queue.FIFOQueue(_MOST_KEPT, [_LONG, tf.float32])
+            self._kept = tf.queue.FIFOQueue(_MOST_KEPT, [_INT, _LONG, tf.float32])
 
     def freeze(self, since: tf.Tensor, until: tf.Tensor) -> tf.Tensor:
         """Begins to keep rows, of updates after one up to the last.
@@ -69,6 +70,7 @@ class FrozenRows:
         self._since.assign(tf.cast(since, _INT), read_value=False)
         self._until.assign(tf.cast(until, _INT), read_value=False)
         self._cursor.assign(0, read_value=False)
+        self._moment.assign_add(1, read_value=False)
         return self._of.next.read_value()
 
     def keep(self, rows: tf.Tensor, counts: tf.Tensor | None = None) -> tf.Tensor:
@@ -86,7 +88,8 @@ class FrozenRows:
         rows = tf.boolean_mask(rows, kept if counts is None else tf.logical_and(kept, counts))
 
         def put() -> tf.Tensor:
-            with tf.control_dependencies([self._kept.enqueue(self._contents(rows))]):
+            kept = self._moment.read_value(), *self._contents(rows)
+            with tf.control_dependencies([self._kept.enqueue(kept)]):
                 return tf.size(rows)
 
         return tf.cond(tf.size(rows) > 0, put, lambda: 0)
@@ -101,9 +104,12 @@ class FrozenRows:
 
     def take_kept(self) -> Iterator[Part]:
         """Takes what updates have kept so far."""
+        moment = int(self._moment)
         for _ in range(int(self._kept.size())):
-            entries, values = self._kept.dequeue()
-            yield entries.numpy(), values.numpy()
+            number, entries, values = self._kept.dequeue()
+            # An update that went on while the last moment's rows were closed may have kept some.
+            if number == moment:
+                yield entries.numpy(), values.numpy()
 
     def thaw(self) -> None:
         """Keeps nothing any more."""
