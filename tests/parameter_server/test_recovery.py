@@ -313,6 +313,12 @@ def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
     assert losses.is_of_worker(error) == losses.is_worker_loss(error) == (job == "worker")
 
 
+def test_a_worker_that_is_being_taken_in_is_not_there_yet():
+    text = "Client for target /job:worker/replica:0/task:1 not found. [Op:VarIsInitializedOp]"
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    assert losses.is_of_worker(error) and not losses.is_server_loss(error)
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
