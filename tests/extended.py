@@ -250,7 +250,8 @@ TESTS = {
         f"test_random_kills_while_workers_come_and_go[{number}]"
         for number in range(30)
         if number != 5
-    ],
+    ]
+    + ["*_connects_to_them[sync]"],
     "faults/test_sizes.py": ["*[async]", "*[pipeline]", "*[placement]", "*[sync]"],
     "cluster/test_slurm.py": [
         *("test_a_cancelled_job_ends", "test_a_job_goes_on_with_another_number_of_tasks"),

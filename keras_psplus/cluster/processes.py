@@ -294,7 +294,6 @@ class LocalCluster:
                 self._processes.close_input(EVALUATOR_NAME)
         due = self._task_restarts.pop_due()
         for task in (task for task in self.tasks if task.name in due):
-            self._processes.signal([task.name], signal.SIGKILL)  # Its child processes.
             self._start_task(task)
 
     def _forget_restarts(self) -> None:
@@ -303,7 +302,9 @@ class LocalCluster:
 
     def _start_task(self, task: Task) -> None:
         # A log goes on, also that of a worker that has left.
-        number = max(self._restart + self._task_restarts.used, task.name in self._processes)
+        is_again = task.name in self._processes
+        number = max(self._restart + self._task_restarts.used, int(is_again))
+        self._processes.signal([task.name] if is_again else [], signal.SIGKILL)  # Its children.
         self._began[task.name] = time.monotonic()
         environ, rank = self.environment(task.name), self.tasks.index(task)
         pid = self._processes.start(rank, task.name, environ, number, task.name == EVALUATOR_NAME)

@@ -115,6 +115,11 @@ class ParameterServerEngine(DistributedEngine):
         finally:
             self._keeps_order = outer
 
+    @answers("epoch_begin")
+    def _begin_epoch(self, event: Call) -> None:
+        super()._begin_epoch(event)
+        self._context.steps_by_worker.clear()
+
     @answers("steps_end", "test_steps_end")
     def _end_steps(self, event: Call) -> Any:
         # Asked for before validation, and before other callbacks see the epoch's end and save.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_psplus.cluster import config, roles
+from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.discovery import discovery, resolvers
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import control, serve, shutdown
@@ -17,7 +18,7 @@ from keras_psplus.cluster.startup import preflight
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.placement import balance
-from keras_psplus.parameter_server.scheduling import membership
+from keras_psplus.parameter_server.scheduling import connecting, membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 
@@ -132,7 +133,7 @@ class Servers:
         names = {config.task_name("worker", index) for index in absent}
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
-        membership.connect(spec, protocol, absent)
+        connecting.connect(spec, protocol, absent)
         if task is not None:
             job_failure.install_exit_hook()
             self.notifier = shutdown.ShutdownNotifier(self._lease.servers, but=names)
@@ -140,7 +141,8 @@ class Servers:
     def admit(self, name: str) -> None:
         """Claims a worker that has come; raises ClusterStartupError if it is not ours."""
         self._lease.claim(name)
-        with contextlib.suppress(OSError):  # TensorFlow's own server, or it is gone again.
+        # TensorFlow's own server, or it is gone again, or another one is there.
+        with contextlib.suppress(OSError, RefusedError):
             address, own = self._lease.servers[name], serve.own_versions()
             theirs = control.ask(address, "versions", {})
             if theirs != own:

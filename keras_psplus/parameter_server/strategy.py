@@ -212,6 +212,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         )
         self.extended.worker_states.finish_steps = scheduler.join
         if is_elastic:
+            self.extended.worker_states.absent = scheduler.queue.lost
             servers.let_workers_leave(scheduler.queue)
         self._progress = Progress(leads=True)
         stalls.Inspector(stall_warning, StallProbe(scheduler.queue, self._progress, spec).look)

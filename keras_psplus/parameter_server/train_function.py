@@ -106,11 +106,9 @@ class TrainFunction:
         return ticket.batches, ticket
 
     def _begin(self) -> None:
-        """Begins an epoch, or a step of `train_on_batch`, with no step under way."""
+        """Begins an epoch, goes on after a save, or takes a step of `train_on_batch`."""
         self._context.drain(but=self)
         self._scheduler.begin(self._bound)
-        if self._is_training:
-            self._context.steps_by_worker.clear()
 
     def _report_placement(self) -> None:
         """Logs the placement of the variables after the first step, which creates the last."""

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -12,12 +13,14 @@ import pytest
 from keras_psplus.cli import main
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
+from tests.endings import wait_for_end
 from tests.parameter_server.waiting import wait_for
 
 TASK = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, subprocess, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
-print("begins with", os.environ["KERAS_PSPLUS_MIN_WORKERS"], flush=True)
+child = subprocess.Popen(["sleep", "100"])
+print("child", child.pid, "begins with", os.environ["KERAS_PSPLUS_MIN_WORKERS"], flush=True)
 end = pathlib.Path(sys.argv[1]) / "end"
 while task["type"] != "chief" or not end.exists():
     time.sleep(0.05)
@@ -106,8 +109,11 @@ def test_workers_come_and_go(launch, tmp_path, capsys):
     os.kill(cluster.pids["worker-0"], signal.SIGKILL)
     wait_for(lines, "worker-0 has left (ended by signal 9), and 2 go on")
     before = cluster.pids["worker-0"]
+    child = re.search(r"child (\d+)", (logs / "worker-0.log").read_text())
     assert add(capsys).startswith("worker-0 is started")
     assert cluster.pids["worker-0"] != before
+    wait_for_end(int(child[1]))
+    wait_for(logs / "worker-0.log", "keras-psplus: restart 1\n")
     (tmp_path / "end").touch()
     result = end()
     assert result.exit_code == 0 and result.first_failure is None

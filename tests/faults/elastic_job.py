@@ -1,10 +1,11 @@
 """A job of parameter servers that counts, and trains until it may end.
 
-elastic_job.py FOLDER [sync] [int8] [overlap] [workers_read] [backup]
+elastic_job.py FOLDER [sync] [int8] [overlap] [workers_read] [backup] [gate]
 
 Each epoch's line has the rows that metrics have seen, in training and in validation, and the steps
 by worker. Training ends with the epoch in which FOLDER/end is there. The last line has how far
-weights are off those of one process, if steps are synchronous.
+weights are off those of one process, if steps are synchronous. With `gate`, the chief says
+`at the gate` before TensorFlow connects to other workers, and waits while FOLDER/gate is there.
 """
 
 import json
@@ -20,6 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.parameter_server.scheduling import connecting
+from keras_psplus.tf_internals import context
 
 STEPS, ROWS, RATE = 60, 4, 0.001
 
@@ -63,6 +66,22 @@ class Progress(keras.callbacks.Callback):
         self.model.stop_training = self._end.exists()
 
 
+def put_a_gate(folder):
+    """Has TensorFlow wait before it connects, when the chief has looked for all workers."""
+    tensorflow_context, gate = context.context(), folder / "gate"
+    update = tensorflow_context.update_server_def
+
+    def wait_and_update(definition):
+        if gate.exists():
+            print("at the gate")
+        while gate.exists():
+            time.sleep(0.05)
+        update(definition)
+
+    tensorflow_context.update_server_def = wait_and_update
+    connecting._PATIENCE_SECONDS = 1.0
+
+
 def train_alone(weights, data, epochs):
     """Weights that one process has in the end."""
     with psp.single_process():
@@ -81,6 +100,8 @@ def main():
         compression="int8" if "int8" in options else None,
         overlap_steps="overlap" in options,
     )
+    if "gate" in options:
+        put_a_gate(folder)
     with strategy.scope():
         model = Counting()
         model.compile(keras.optimizers.SGD(RATE), "mse")

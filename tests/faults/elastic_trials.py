@@ -99,10 +99,15 @@ class Lines(list):
 
 
 class Trial:
-    """A job of one to three workers, and what is done to these."""
+    """A job of one to three workers, and what is done to these.
 
-    def __init__(self, number, folder):
-        self.options, self._random = JOBS[number % len(JOBS)], random.Random(number)
+    Args:
+        number: What draws the events.
+        options: What the job is told.
+    """
+
+    def __init__(self, number, folder, options):
+        self.options, self._random = options, random.Random(number)
         self._folder, self._lines, self._did, self._kills = folder, Lines(), [], 0
         self._here, self._result, self._left, self._served = {"worker-0"}, [], 0, 0
         self._record = JobRecord([JOB.name], LAYOUT, folder, min_workers=MIN_WORKERS)
@@ -126,21 +131,18 @@ class Trial:
                 self._began.set()
                 self._result.append(self._cluster.wait(600))
 
-    def run(self, events=EVENTS):
-        """Runs the trial; returns an `Outcome`."""
+    def run(self, events):
+        """Runs the trial; returns an `Outcome`.
+
+        Args:
+            events: Function without arguments that does something to the job.
+        """
         thread = threading.Thread(target=self._launch)
         thread.start()
         assert self._began.wait(_SECONDS)
         try:
-            self._wait_for("the first epoch", self._epochs)
-            for _ in range(events):
-                time.sleep(self._random.uniform(0.1, 1.0))
-                self._do(self._random.choice(("add", "add", "kill", "leave", "kill as it comes")))
-            self._settle()
-            # And some more while it ends.
-            (self._folder / "end").touch()
-            time.sleep(self._random.uniform(0, 1))
-            self._do(self._random.choice(("kill", "leave", "add")))
+            self.wait_for("the first epoch", self._epochs)
+            events()
         except AssertionError as error:
             self._lines.append(str(error))
             self._result.append(None)
@@ -151,29 +153,48 @@ class Trial:
         thread.join()
         return self._outcome()
 
+    def act_at_random(self, events=EVENTS):
+        """Adds, kills and ends workers, and lets the job end."""
+        for _ in range(events):
+            time.sleep(self._random.uniform(0.1, 1.0))
+            self._do(self._random.choice(("add", "add", "kill", "leave", "kill as it comes")))
+        self._settle()
+        # And some more while it ends.
+        self.let_end()
+        time.sleep(self._random.uniform(0, 1))
+        self._do(self._random.choice(("kill", "leave", "add")))
+
+    def let_end(self):
+        """Has the job end with the present epoch."""
+        (self._folder / "end").touch()
+
     def _do(self, what):
         name = None
         if what in ("add", "kill as it comes"):
-            name = self._add()
+            name = self.add()
         elif len(self._here) > MIN_WORKERS:
             name = self._random.choice(sorted(self._here))
-            self._end(name, signal.SIGKILL if what == "kill" else signal.SIGTERM)
+            self.kill(name) if what == "kill" else self._end(name, signal.SIGTERM)
         if name is not None and what == "kill as it comes":
-            self._wait_for(
-                f"{name} to serve", lambda: self._log(name).count("serves on") > self._served
+            self.wait_for(
+                f"{name} to serve", lambda: self.log(name).count("serves on") > self._served
             )
             time.sleep(self._random.uniform(0, 1.2))
-            self._end(name, signal.SIGKILL)
+            self.kill(name)
 
-    def _add(self):
+    def add(self):
         """Adds a worker; returns its name, or None if there are three, some of which may leave."""
         with contextlib.suppress(job_requests.RequestError, FileNotFoundError):
             name = job_requests.ask(self._record.folder, ADD_WORKER, 15)
-            self._served = self._log(name).count("serves on")
+            self._served = self.log(name).count("serves on")
             self._here.add(name)
             self._did.append(f"+{name[-1]}")
             return name
         return None
+
+    def kill(self, name):
+        """Kills a worker."""
+        self._end(name, signal.SIGKILL)
 
     def _end(self, name, number):
         is_kill = number == signal.SIGKILL
@@ -181,31 +202,40 @@ class Trial:
         self._kills += is_kill
         self._left += 1
         self._did.append(f"{'x' if is_kill else '-'}{name[-1]}")
-        self._cluster.send_signal(name, number, to_children=False)
+        self.signal(name, number)
 
     def _settle(self):
         """Waits until those that were to leave have left, and all others take steps."""
         while len(self._here) < 2:
-            self._add() or time.sleep(0.5)
-        self._wait_for(
+            self.add() or time.sleep(0.5)
+        self.wait_for(
             f"{self._left} workers to leave",
             lambda: sum("has left" in line for line in self._lines) >= self._left,
         )
-        numbers = [int(name[-1]) for name in self._here]
-        first = len(self._epochs()) + 1
-        self._wait_for(
-            f"steps of {sorted(self._here)}",
+        self.wait_for_steps(self._here)
+
+    def wait_for_steps(self, names):
+        """Waits until some workers have taken steps in an epoch that begins from now on."""
+        numbers, first = [int(name[-1]) for name in names], len(self._epochs()) + 1
+        self.wait_for(
+            f"steps of {sorted(names)}",
             lambda: any(all(steps[n] for n in numbers) for _, steps in self._epochs()[first:]),
         )
 
-    def _log(self, name="chief-0"):
+    def signal(self, name, number):
+        """Sends a signal to a worker."""
+        self._cluster.send_signal(name, number, to_children=False)
+
+    def log(self, name="chief-0"):
+        """Text that a task has written."""
         path = self._cluster.log_path(name)
         return path.read_text() if path.exists() else ""
 
     def _epochs(self):
-        return [json.loads(text) for text in _EPOCH.findall(self._log())]
+        return [json.loads(text) for text in _EPOCH.findall(self.log())]
 
-    def _wait_for(self, what, condition):
+    def wait_for(self, what, condition):
+        """Waits until a condition holds; raises AssertionError if it does not."""
         deadline = time.monotonic() + _SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"waited {_SECONDS} s for {what}"
@@ -213,7 +243,7 @@ class Trial:
             time.sleep(0.05)
 
     def _outcome(self):
-        result, log = self._result[0], self._log()
+        result, log = self._result[0], self.log()
         ended = re.search(r"^end (.*)$", log, re.MULTILINE)
         logs = [path.read_text()[-6000:] for path in sorted((self._folder / "logs").glob("*.log"))]
         return Outcome(
@@ -228,8 +258,8 @@ class Trial:
 
 def run(number, folder, events=EVENTS):
     """Runs a trial; returns its `Outcome` and list of what is wrong."""
-    trial = Trial(number, folder)
-    outcome = trial.run(events)
+    trial = Trial(number, folder, JOBS[number % len(JOBS)])
+    outcome = trial.run(lambda: trial.act_at_random(events))
     return outcome, outcome.problems(trial.options)
 
 

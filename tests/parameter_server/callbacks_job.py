@@ -134,6 +134,8 @@ def checkpoints(strategy, folder):
     history = model.fit(
         x, y, batch_size=BATCH, epochs=3, verbose=0, validation_data=(x, y), callbacks=callbacks
     ).history
+    # Saves within the epoch are no new beginning.
+    assert sum(strategy.steps_by_worker) == BATCHES, strategy.steps_by_worker
     names = sorted(path.name for path in folder.iterdir())
     in_epoch = [f"in_epoch.{n}.weights.h5" for n in ("1.8", "2.5", "3.10", "3.2")]
     assert names == ["1.keras", "2.keras", "3.keras", "best.weights.h5", *in_epoch], names

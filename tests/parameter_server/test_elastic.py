@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from keras_psplus.cli import main
@@ -81,8 +81,11 @@ def test_a_worker_comes_and_another_leaves(job, tmp_path):
     assert job.wait(240) == 0, (tmp_path / "launcher").read_text()[-4000:]
     assert counts(chief.read_text()) == [STEPS, STEPS, 2 * STEPS]
     assert "Traceback" not in chief.read_text()
+    # What the compressor keeps on the one that has left has left with it.
+    assert "cannot be reached" not in chief.read_text()
+    with np.load(tmp_path / "state.npz") as saved:
+        assert {name.split("/")[0] for name in saved} == {"worker-1-of-2"}
     assert "worker-0 has left (exit code 143), and 1 go on" in (tmp_path / "launcher").read_text()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     ends = {line["task"]: line["exit_code"] for line in lines if line["event"] == "task_ended"}
     assert ends == {"chief-0": 0, "worker-0": 143, "worker-1": 0, "ps-0": 0}
-    assert pathlib.Path(tmp_path / "state.npz").exists()

@@ -1,5 +1,6 @@
 """Closures of a worker that is lost go to another one, and it is taken back between steps."""
 
+import os
 import queue as queues
 import threading
 import types
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
-from keras_psplus.parameter_server.scheduling import membership
+from keras_psplus.parameter_server.scheduling import connecting, membership
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
@@ -70,7 +71,8 @@ def updates(monkeypatch):
         cluster=types.SimpleNamespace(job=[types.SimpleNamespace(name="worker", tasks={0: "a"})])
     )
     stub = types.SimpleNamespace(context=lambda: context, get_server_def=lambda: definition)
-    monkeypatch.setattr(membership, "context", stub)
+    monkeypatch.setattr(connecting, "context", stub)
+    monkeypatch.setattr(membership, "_SETTLE_SECONDS", 0.0)
     return state
 
 
@@ -79,7 +81,7 @@ def silent(monkeypatch):
     """Set of the workers that do not respond."""
     silent = set()
     monkeypatch.setattr(
-        membership.stalls,
+        connecting.stalls,
         "unresponsive_tasks",
         lambda tasks: [n for n in tasks if int(n) in silent],
     )
@@ -258,6 +260,38 @@ def test_tensorflow_is_not_connected_to_a_worker_that_has_died(updates, silent):
     assert not updates.present
 
 
+def test_a_worker_that_does_not_answer_while_tensorflow_connects(
+    updates, silent, monkeypatch, caplog
+):
+    """It is cut off, and calls fail fast meanwhile; if nothing helps, the chief ends."""
+    cut, has_ended = [], threading.Event()
+
+    def note_cut(address):
+        cut.append((address, os.environ["GRPC_FAIL_FAST"]))
+        updates.may_end.set()
+
+    def note_end():
+        has_ended.set()
+        updates.may_end.set()
+
+    monkeypatch.setenv("GRPC_FAIL_FAST", "use_caller")
+    monkeypatch.setattr(connecting, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(connecting.connections, "cut", note_cut)
+    monkeypatch.setattr(connecting.job_failure, "exit_now", note_end)
+    silent.add(1)
+    updates.errors.append(LOST)
+    with pytest.raises(tf.errors.UnavailableError):
+        connecting.update({0: "a", 1: "b"})
+    assert set(cut) == {("b", "true")} and os.environ["GRPC_FAIL_FAST"] == "use_caller"
+    assert "worker-1 does not answer while TensorFlow connects" in caplog.text
+    assert not has_ended.is_set()
+    monkeypatch.setattr(connecting, "_GIVE_UP_SECONDS", 0.0)
+    updates.may_end.clear()
+    connecting.update({0: "a", 1: "b"})
+    assert has_ended.is_set()
+    assert "and TensorFlow still waits for it" in caplog.text
+
+
 def test_resources_are_made_anew_after_a_loss():
     worker, owner, made = RemoteWorker(0), Scripted(), []
 
@@ -277,6 +311,12 @@ def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
     known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
     error = tf.errors.InternalError(None, None, f"{text}. Here are {known}")
     assert losses.is_of_worker(error) == losses.is_worker_loss(error) == (job == "worker")
+
+
+def test_a_worker_that_is_being_taken_in_is_not_there_yet():
+    text = "Client for target /job:worker/replica:0/task:1 not found. [Op:VarIsInitializedOp]"
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    assert losses.is_of_worker(error) and not losses.is_server_loss(error)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

@@ -1,4 +1,4 @@
-"""Bytes and seconds of sending over this process's TCP connections, as the kernel counts them."""
+"""This process's TCP connections, also TensorFlow's: what the kernel counts, and their end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+from keras_psplus.cluster.wire import unresponsive
 
 # Of Linux's `struct tcp_info`, which only grows at its end.
 _ACKED, _BUSY_US, _SIZE = 120, 168, 192
@@ -49,22 +51,40 @@ class PeerConnections:
         return dict(self._totals)
 
 
+def cut(address: str) -> None:
+    """Breaks this process's connections to an address, so that calls there fail.
+
+    Args:
+        address: The `host:port` that they lead to.
+    """
+    places = {_plain(place[:2]) for _, place in unresponsive.places_of(address)}
+    for one, (_, peer) in _sockets():
+        if peer in places:
+            with contextlib.suppress(OSError):  # It has ended by itself.
+                one.shutdown(socket.SHUT_RDWR)
+
+
 def _connections() -> dict[_Key, tuple[float, float]]:
     found = {}
+    for one, key in _sockets():
+        with contextlib.suppress(OSError, struct.error):
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+            (acked,) = struct.unpack_from("Q", info, _ACKED)
+            (busy,) = struct.unpack_from("Q", info, _BUSY_US)
+            found[key] = float(acked), busy * 1e-6
+    return found
+
+
+def _sockets() -> Iterator[tuple[socket.socket, _Key]]:
+    """Copies of this process's connected sockets, with their local and remote addresses."""
     with contextlib.suppress(OSError):  # not Linux
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError, ValueError, struct.error):
+            with contextlib.suppress(OSError, ValueError):
                 if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                     continue
                 with _copy_of(int(number)) as one:
-                    if one.family not in (socket.AF_INET, socket.AF_INET6):
-                        continue
-                    key = one.getsockname()[:2], _plain(one.getpeername()[:2])
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
-                    (acked,) = struct.unpack_from("Q", info, _ACKED)
-                    (busy,) = struct.unpack_from("Q", info, _BUSY_US)
-                    found[key] = float(acked), busy * 1e-6
-    return found
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        yield one, (one.getsockname()[:2], _plain(one.getpeername()[:2]))
 
 
 def _copy_of(number: int) -> socket.socket:

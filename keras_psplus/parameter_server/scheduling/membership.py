@@ -7,51 +7,24 @@ grows, and what parameter servers hold is untouched.
 
 from __future__ import annotations
 
-import copy
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
-from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.process.termination import SIGNAL
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.log import logger
+from keras_psplus.parameter_server.scheduling import connecting
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.tracing.losses import is_worker_loss
-from keras_psplus.tf_internals import context
 
-_RETRIES, _RETRY_SECONDS, _ASK_SECONDS = 4, 0.5, 1.0
-_PATIENCE_SECONDS = 30.0
-
-
-def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set[int]) -> None:
-    """Connects TensorFlow in the chief to the tasks that are there.
-
-    Args:
-        spec: Dict from jobs to lists of addresses.
-        protocol: TensorFlow's name of how tasks talk to one another.
-        absent: Numbers of the workers that are not there.
-    """
-    # As `ParameterServerStrategy` of TensorFlow does, but for absent workers.
-    seen = tf.config.experimental.ClusterDeviceFilters()
-    for job, other in (("worker", "ps"), ("ps", "worker")):
-        for index in range(len(spec[job])):
-            seen.set_device_filters(job, index, [f"/job:{other}", "/job:chief"])
-    # A stream of operations that is opened as its worker is lost would wait until it is back.
-    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
-    os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-    there = {job: dict(enumerate(addresses)) for job, addresses in spec.items()}
-    there["worker"] = {i: a for i, a in there["worker"].items() if i not in absent}
-    tf.config.experimental_connect_to_cluster(
-        tf.train.ClusterSpec(there), "chief", 0, protocol, cluster_device_filters=seen
-    )
-    context.set_server_def_retries(_RETRIES)
-    context.ensure_initialized()
+_RETRY_SECONDS, _ASK_SECONDS = 0.5, 1.0
+# gRPC tries the address of a task that was lost once a second, and calls fail until then.
+_SETTLE_SECONDS = 2.0
 
 
 class Endings(Protocol):
@@ -89,6 +62,8 @@ class Members:
         self._addresses, self._admit = dict(enumerate(addresses)), admit
         self.absent, self._endings = set(absent), endings
         self._refused: set[int] = set()
+        # Those to whose addresses TensorFlow has connected, and since when the lost ones respond.
+        self._known, self._since = self._addresses.keys() - self.absent, dict[int, float]()
 
     @property
     def may_leave(self) -> bool:
@@ -103,7 +78,7 @@ class Members:
         there = self._responding(lost)
         there -= self._ending(there)
         self._refused &= there
-        found = {worker for worker in sorted(there) if self._admits(worker)}
+        found = {worker for worker in self._settled(there) if self._admits(worker)}
         forgets = self.may_leave and set(lost) - self.absent
         others = self._addresses.keys() - lost
         if not (found or forgets) or self._responding(others) < others:
@@ -124,8 +99,19 @@ class Members:
         return told
 
     def _responding(self, workers: Collection[int]) -> set[int]:
-        silent = stalls.unresponsive_tasks({str(i): self._addresses[i] for i in workers})
-        return set(workers) - set(map(int, silent))
+        return set(workers).difference(
+            connecting.silent_ones({w: self._addresses[w] for w in workers})
+        )
+
+    def _settled(self, there: Collection[int]) -> list[int]:
+        """Workers of some that respond whom TensorFlow can reach, in order."""
+        now = time.monotonic()
+        self._since = {worker: self._since.get(worker, now) for worker in there}
+        return [
+            worker
+            for worker, since in sorted(self._since.items())
+            if worker not in self._known or now - since >= _SETTLE_SECONDS
+        ]
 
     def _admits(self, worker: int) -> bool:
         try:
@@ -140,44 +126,17 @@ class Members:
     def connect(self, absent: Collection[int]) -> None:
         """Has TensorFlow connect to the workers that are not absent, and to no other.
 
-        TensorFlow waits without end for one that is not there. So they are looked for once more;
-        raises UnavailableError if one does not respond.
+        They are looked for once more; raises UnavailableError if one does not respond, and
+        TensorFlow's error if one dies meanwhile.
         """
-        present = self._addresses.keys() - absent
-        for worker in sorted(present - self._responding(present)):
+        present = {w: a for w, a in self._addresses.items() if w not in absent}
+        for worker in connecting.silent_ones(present):
             raise tf.errors.UnavailableError(
                 None, None, f"/job:worker/replica:0/task:{worker} does not respond"
             )
-        definition = copy.deepcopy(context.get_server_def())
-        for job in definition.cluster.job:
-            if job.name == "worker":
-                job.tasks.clear()
-                for worker in sorted(present):
-                    job.tasks[worker] = self._addresses[worker]
-        is_done = threading.Event()
-        threading.Thread(
-            target=self._end_if_lost, args=(present, is_done), name="Connection", daemon=True
-        ).start()
-        try:
-            context.context().update_server_def(definition)
-        finally:
-            is_done.set()
         self.absent = set(absent)
-
-    def _end_if_lost(self, present: Collection[int], is_done: threading.Event) -> None:
-        """Ends this process if TensorFlow waits for a worker that has died just now.
-
-        Nothing ends that but the next worker at its address, which is given the time to come.
-        """
-        while not is_done.wait(_PATIENCE_SECONDS):
-            for worker in sorted(set(present) - self._responding(present)):
-                logger.error(
-                    "worker-%d has died while TensorFlow connected to it, which waits for it: no "
-                    "step can be taken any more. Start the job again; it resumes at its last "
-                    "backup. Received: no answer from %s",
-                    *(worker, self._addresses[worker]),
-                )
-                job_failure.exit_now()
+        self._known |= present.keys()
+        connecting.update(present)
 
 
 class Reconnection:
@@ -210,7 +169,11 @@ class Reconnection:
                 continue
             error = self._mend(lost - found)
             if error is not None and is_worker_loss(error):
-                logger.warning("a worker was lost again while it was taken back: %s", error)
+                logger.warning(
+                    "a worker was lost while TensorFlow connected to the workers: %s",
+                    job_failure.relevant_line(error),
+                )
+                time.sleep(_RETRY_SECONDS)
                 continue
             if error is not None:
                 self._queue.fail(error)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,13 @@ _HANDLES = "keras_psplus_worker_state"
 
 
 class WorkerStates(WorkerState):
-    """Named states of all workers, accessed in steps, and by the chief between steps."""
+    """Named states of all workers, accessed in steps, and by the chief between steps.
+
+    Attributes:
+        absent: Numbers of the workers, as they change, that are not there and need not come: they
+            have no state.
+        losses: How often all states have been forgotten.
+    """
 
     kind = "worker"
 
@@ -47,7 +53,7 @@ class WorkerStates(WorkerState):
         # By owner and worker.
         self._waiting: dict[str, dict[int, WaitingValues]] = {}
         self._ownerless: list[str] = []
-        # How often all states have been forgotten.
+        self.absent: Collection[int] = ()
         self.losses = 0
 
     @property
@@ -114,6 +120,8 @@ class WorkerStates(WorkerState):
         self, owner: keras.optimizers.Optimizer, unit: int
     ) -> Iterable[tuple[str, np.ndarray]] | None:
         owner_name, fetched = self.owner(owner), list[tuple[str, np.ndarray]]()
+        if unit in self.absent:
+            return fetched
         try:
             with on_worker(unit, device=None):
                 for name, (shape, dtype) in self._saved(owner_name).items():
@@ -152,6 +160,8 @@ class WorkerStates(WorkerState):
         return _of_owner(owner, saved)
 
     def _assign(self, worker: int, owner: str, values: Mapping[str, np.ndarray]) -> None:
+        if worker in self.absent:
+            return
         try:
             with ops.init_scope(), on_worker(worker, device=None):
                 for name, value in values.items():

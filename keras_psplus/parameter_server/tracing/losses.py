@@ -8,8 +8,12 @@ import tensorflow as tf
 
 _FROM_SERVER = "GRPC error information from remote target /job:ps"
 _WORKER = "/job:worker"
-# Of a process that has taken the address of a lost one before any RPC has failed.
-_RESTARTED = ("unknown device", "unable to find the relevant tensor remote_handle")
+# Of a process that has taken the address of a lost one before any RPC has failed, or that the chief
+# is just about to connect to.
+_RESTARTED = (
+    *("unknown device", "unable to find the relevant tensor remote_handle"),
+    "client for target /job:worker",
+)
 # Of a tensor of a lost worker that TensorFlow has been made to forget.
 _FORGOTTEN = "Assigned device '/job:worker"
 # Of a function that starts while a worker is taken back; it has not run.
