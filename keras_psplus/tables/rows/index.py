@@ -10,7 +10,6 @@ never grow together.
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
@@ -44,15 +43,15 @@ class KeyIndex:
             ]
             # Removed keys of each part, and how many it may have before somebody looks.
             self._removed = tf.Variable(tf.zeros([PARTS], _INT), trainable=False)
-            self._limits = tf.Variable(
-                [_most_removed(fullest, int(_BUCKETS * fullest)) for fullest in _FULLEST],
-                dtype=_INT,
-                trainable=False,
-            )
+            full = tf.constant([int(_BUCKETS * fullest) for fullest in _FULLEST])
+            self._limits = tf.Variable(_most_removed(full), trainable=False)
         hashes, rows = tf.TensorSpec([None], _LONG), tf.TensorSpec([None], _INT)
         self._find_all = traced_once(self._find, hashes)
         self._insert_all = traced_once(self._insert, hashes, rows)
         self._remove_all = traced_once(self._remove, hashes)
+        self._clear_all = traced_once(self._clear)
+        one = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.bool)
+        self._write_again = traced_once(self._write_if_due, *one)
 
     def find(self, hashes: tf.Tensor) -> tf.Tensor:
         """int32 row numbers of an int64 vector of hashes; -1 where there is none."""
@@ -92,54 +91,64 @@ class KeyIndex:
         with tf.control_dependencies(done):
             return tf.cond(
                 tf.reduce_any(removed > self._limits),
-                lambda: tf.numpy_function(self._rewrite, [removed, self._limits], _INT),
-                lambda: tf.constant(0, _INT),
+                lambda: self._rewrite(removed),
+                lambda: removed,
             )
 
     def clear(self) -> None:
         """Removes all."""
+        self._clear_all()
+
+    def _clear(self) -> tf.Tensor:
         for table in self._tables:
             self._import_empty(table, _BUCKETS)
-        self._removed.assign(tf.zeros([PARTS], _INT))
+        return self._removed.assign(tf.zeros([PARTS], _INT), read_value=True)
 
-    def _rewrite(self, removed: np.ndarray, limits: np.ndarray) -> np.int32:
+    def _rewrite(self, removed: tf.Tensor) -> tf.Tensor:
         """Writes parts again without marks of removed keys.
 
         Searches for a key that is not there end at a bucket that never had one. New keys take
         buckets with marks as well as those, of which none would be left in the end.
         """
-        removed, limits, moved = removed.copy(), limits.copy(), 0
-        for i in np.argsort(-removed):
-            table = self._tables[i]
-            if removed[i] > limits[i] and moved < _MOST_MOVED:
-                left = int(tf.raw_ops.LookupTableSizeV2(table_handle=table))
-                limits[i] = _most_removed(_FULLEST[i], left)
-                if removed[i] > limits[i]:
-                    self._write_again(table)
-                    removed[i] = 0
-                    moved += max(left, _LEAST_MOVED)
-        self._removed.assign(removed)
-        self._limits.assign(limits)
-        return np.int32(moved)
+        sizes = [tf.raw_ops.LookupTableSizeV2(table_handle=table) for table in self._tables]
+        left, limits = tf.cast(tf.stack(sizes), _INT), self._limits.read_value()
+        limits = tf.where(removed > limits, _most_removed(left), limits)
+        is_over, order = removed > limits, tf.argsort(-removed)
+        costs = tf.gather(tf.where(is_over, tf.maximum(left, _LEAST_MOVED), 0), order)
+        has_turn = tf.cumsum(costs, exclusive=True) < _MOST_MOVED
+        is_due = tf.logical_and(is_over, tf.gather(has_turn, tf.argsort(order)))
+        for table, due in zip(self._tables, tf.unstack(is_due)):
+            self._write_again(table, due)
+        self._limits.assign(limits, read_value=False)
+        return self._removed.assign(tf.where(is_due, 0, removed), read_value=True)
 
-    def _write_again(self, table: Any) -> None:
-        keys, values = (
-            of.numpy().ravel()
-            for of in tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=_LONG, Tvalues=_INT)
-        )
-        is_key = (keys != self._empty.numpy()) & (keys != self._deleted.numpy())
-        self._import_empty(table, len(keys))
-        tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys[is_key], values=values[is_key])
+    def _write_if_due(self, table: tf.Tensor, is_due: tf.Tensor) -> tf.Tensor:
+        def write() -> tf.Tensor:
+            keys, rows = (
+                tf.reshape(of, [-1])
+                for of in tf.raw_ops.LookupTableExportV2(
+                    table_handle=table, Tkeys=_LONG, Tvalues=_INT
+                )
+            )
+            is_key = tf.logical_and(keys != self._empty, keys != self._deleted)
+            self._import_empty(table, tf.size(keys))
+            tf.raw_ops.LookupTableInsertV2(
+                table_handle=table,
+                keys=tf.boolean_mask(keys, is_key),
+                values=tf.boolean_mask(rows, is_key),
+            )
+            return tf.size(keys)
+
+        return tf.cond(is_due, write, lambda: 0)
 
     def _import_empty(self, table: Any, buckets: Any) -> None:
         # An import takes the place of the buckets as it is.
         keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
         # It wants matrices, and says vectors in its signature.
-        if not tf.executing_eagerly():
-            keys, values = (
-                tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
-                for of in (keys, values)
-            )
+        keys, values = (
+            tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
+            for of in (keys, values)
+        )
         tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
 
     def _split(self, hashes: tf.Tensor, *others: tf.Tensor) -> list[list[tf.Tensor]]:
@@ -152,9 +161,9 @@ def hashes_of(keys: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(mixed(keys), _LONG)
 
 
-def _most_removed(fullest: float, keys: int) -> int:
-    """Half of the buckets without a key in a part with so many, at least."""
-    buckets = _BUCKETS
-    while keys > buckets * fullest:
-        buckets *= 2
-    return (buckets - keys) // 2
+def _most_removed(keys: tf.Tensor) -> tf.Tensor:
+    """Half of the buckets without a key, at least, in parts with so many keys."""
+    buckets = tf.constant([_BUCKETS << i for i in range(31 - _BUCKETS.bit_length())])
+    full = tf.cast(buckets, tf.float64) * tf.constant(_FULLEST, tf.float64)[:, tf.newaxis]
+    doubled = tf.cast(tf.cast(keys, tf.float64)[:, tf.newaxis] > full, _INT)
+    return (tf.gather(buckets, tf.reduce_sum(doubled, 1)) - keys) // 2
