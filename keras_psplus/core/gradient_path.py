@@ -19,7 +19,7 @@ every so many batches, so that nothing is sent in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -47,7 +47,7 @@ def apply_gradients(call: Call) -> None:
     grads, trainable_variables = call.get("grads"), call.get("trainable_variables")
     if not engine.is_distributed or not tf.distribute.get_replica_context():
         if local.in_memory(trainable_variables):
-            _update_with_tables(optimizer, grads, trainable_variables)
+            update(engine, optimizer, list(grads), list(trainable_variables))
         else:
             call.proceed()
         return
@@ -67,24 +67,47 @@ def update(
 ) -> None:
     """One update: everything between a batch's gradients and the variables that they change."""
     grads = engine.reduce(optimizer, grads, variables)
-    grads = engine.clip(optimizer, grads, variables)
-    engine.decay(optimizer, variables)
+    tables = [i for i, v in enumerate(variables) if local.in_memory([v])]
+    slices = {i: _by_part(duplicate_rows.summed, grads[i]) for i in tables}
+    # Of a whole table there are not even zeros, which Keras would clip, and decay by itself.
+    values = {i: _by_part(lambda part: part.values, slices[i]) for i in tables}
+    grads = engine.clip(optimizer, [values.get(i, g) for i, g in enumerate(grads)], variables)
+    for i in tables:
+        grads[i] = _by_part(_with_values, slices[i], grads[i])
+    engine.decay(optimizer, [v for i, v in enumerate(variables) if i not in slices])
     engine.update(optimizer, grads, variables)
+
+
+def _by_part(function: Callable[..., Any], gradient: Any, *others: Any) -> Any:
+    """Applies a function to a gradient, or where they are to its parts on servers."""
+    if not isinstance(gradient, tuple):
+        return function(gradient, *others)
+    results = []
+    for part, *of_others in zip(gradient, *others):
+        with tf.device(part.device):
+            results.append(function(part, *of_others))
+    return type(gradient)(results)
+
+
+def _with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 def update_variables(call: Call) -> None:
     """Takes the place of Keras's `_backend_update_step`, which sums over replicas at its start."""
     optimizer, grads = call.owner, call.get("grads")
     trainable_variables = call.get("trainable_variables")
-    if not call.engine.is_distributed:
+    sends = call.engine.is_distributed and tf.distribute.get_replica_context()
+    if not sends:
         rate = call.get("learning_rate")
-        grads, others = local.update(optimizer, grads, trainable_variables, rate)
-        if others:
-            call.proceed(grads=grads, trainable_variables=others)
+        grads, trainable_variables = local.update(optimizer, grads, trainable_variables, rate)
+    if not call.engine.is_distributed:
+        if trainable_variables:
+            call.proceed(grads=grads, trainable_variables=trainable_variables)
         return
     values = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
     pairs = list(zip(grads, values))
-    if tf.distribute.get_replica_context():
+    if sends:
         pairs = call.engine.push(optimizer, grads, values)
     _merge_call(
         optimizer._distributed_tf_update_step,
@@ -112,23 +135,6 @@ def add_slot(call: Call) -> keras.Variable:
     if row_variable.is_keyed(reference):
         return row_variable.add_slot(call.owner, reference, call.get("name"))
     return call.engine.make_variable(call)
-
-
-def _update_with_tables(
-    optimizer: keras.optimizers.Optimizer, grads: Iterable[Any], variables: Sequence[Variable]
-) -> None:
-    """Keras's `_backend_apply_gradients`, without what it does to whole variables of tables."""
-    tables = [i for i, v in enumerate(variables) if local.in_memory([v])]
-    grads = list(grads)
-    slices = {i: duplicate_rows.summed(grads[i]) for i in tables}
-    for i in tables:
-        # Keras would make rows of a key's number of what it clips.
-        grads[i] = slices[i].values
-    grads = list(optimizer._clip_gradients(grads))
-    for i in tables:
-        grads[i] = tf.IndexedSlices(grads[i], slices[i].indices, slices[i].dense_shape)
-    optimizer._apply_weight_decay([v for i, v in enumerate(variables) if i not in tables])
-    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
 
 
 def accumulate(

@@ -29,8 +29,9 @@ class DynamicEmbedding(keras.layers.Layer):
 
     The first step that trains with a key makes its row, which is a function of the key and of the
     initializer's seed alone. `evaluate`, `predict` and calls outside of training make nothing.
-    Without a strategy, the table is in this process's memory; under `HybridStrategy`, on its
-    parameter servers, with the same rows. Strings are known by fingerprints of 64 bits.
+    Without a strategy, the table is in this process's memory; under `HybridStrategy` and
+    `ParameterServerStrategy`, on parameter servers, with the same rows. Strings are known by
+    fingerprints of 64 bits.
 
     Args:
         dim: Numbers in a row.

@@ -7,10 +7,14 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
+
 from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
 
 if TYPE_CHECKING:
-    import tensorflow as tf
+    from collections.abc import Sequence
+
+    import keras
 
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.distributed_engine import DistributedEngine
@@ -62,6 +66,20 @@ class StepContext:
     def server_addresses(self) -> list[str]:
         """Addresses of the parameter servers, in order; the resolver is asked."""
         return self.strategy.cluster_resolver.cluster_spec().as_dict()["ps"]
+
+    def push(
+        self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> list[tuple[Any, Any]]:
+        """Sends the gradients of an optimizer to their servers, as `Pushes.send`."""
+        # Sums begin to be applied with the first that are whole.
+        in_turn = self.mode.is_sync and self.overlap.is_on
+        return self.extended.pushes.send(
+            grads,
+            variables,
+            lambda: tf.convert_to_tensor(optimizer.iterations),
+            optimizer,
+            in_turn=in_turn,
+        )
 
     def drain(self, but: Any = None) -> None:
         """Waits for the steps of all functions, and has them write what they have counted."""

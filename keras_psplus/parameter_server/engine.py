@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -39,8 +39,10 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     is_on_ps,
 )
 from keras_psplus.parameter_server.train_function import TrainFunction
-from keras_psplus.parameter_server.transport import server_side
+from keras_psplus.parameter_server.transport import dynamic_table, server_side
 from keras_psplus.parameter_server.updates import worker_updates
+from keras_psplus.tables import local
+from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.updates import Accumulate
 
 
@@ -74,7 +76,8 @@ class ParameterServerEngine(DistributedEngine):
 
     def is_remote(self, layer: keras.Layer) -> bool:
         # Rows are looked up, not the whole table read.
-        return isinstance(layer, layers.Embedding)
+        own = *layer._trainable_variables, *layer._non_trainable_variables
+        return isinstance(layer, layers.Embedding) or any(map(is_keyed, own))
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -186,15 +189,22 @@ class ParameterServerEngine(DistributedEngine):
         variable._is_made_to_train = variable._trainable
 
     @answers("make_table")
-    def _make_dynamic_table(self, call: Call) -> NoReturn:
-        arguments = "" if self.strategy.mode == "sync" else "sync=False"
-        raise ValueError(
-            "ParameterServerStrategy has no place for a DynamicEmbedding's table: a worker that is "
-            "lost in a step would leave half of an update there, which the next would add once "
-            f"more. Use keras_psplus.HybridStrategy({arguments}) in the same tasks: its servers "
-            "make and update rows, each update counts once, and dense weights are all-reduced. "
-            f"Received: the table '{call.owner.path}'"
+    def _make_dynamic_table(self, call: Call) -> dynamic_table.PlacedTable:
+        spec, scheduler = call.get("spec"), self._context.scheduler
+        for argument, value in ("cache", spec.get("cache")), ("updates", self.strategy.updates):
+            if value is not None:
+                raise ValueError(
+                    f"`{argument}` does not go with a DynamicEmbedding's table under "
+                    "ParameterServerStrategy, whose rows are on the servers alone, where each step "
+                    f"updates them. Leave it out, or use keras_psplus.HybridStrategy for `cache`. "
+                    f"Received: {argument}={value!r} with the table '{call.owner.path}'"
+                )
+        servers = dynamic_table.Servers(
+            [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.strategy._num_ps)],
+            self.worker_state.prefix,
+            lambda: scheduler.join() if scheduler.is_busy else None,
         )
+        return dynamic_table.PlacedTable(spec, call.owner.trainable, servers=servers)
 
     @answers("initialize")
     def _initialize(self, call: Call) -> Any:
@@ -312,11 +322,9 @@ class ParameterServerEngine(DistributedEngine):
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
         if tf.executing_eagerly() or applying_sums_flag or local_copies.handles() is not None:
-            return super().push(optimizer, grads, variables)
-        context, number = self._context, lambda: tf.convert_to_tensor(optimizer.iterations)
-        # Sums begin to be applied with the first that are whole.
-        in_turn = context.mode.is_sync and context.overlap.is_on
-        return context.extended.pushes.send(grads, variables, number, optimizer, in_turn=in_turn)
+            left = local.update(optimizer, grads, variables, optimizer.learning_rate)
+            return super().push(optimizer, *left)
+        return dynamic_table.keep(optimizer, self._context.push(optimizer, grads, variables))
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         server_side.average(self.strategy, optimizer, variables)

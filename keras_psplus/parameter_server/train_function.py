@@ -22,6 +22,7 @@ from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 from keras_psplus.parameter_server.updates import worker_updates
+from keras_psplus.tables.row_variable import is_keyed
 
 
 class TrainFunction:
@@ -66,8 +67,7 @@ class TrainFunction:
             self._begin()
         began, reading, steps = time.time(), 0.0, 0
         count = self._model.steps_per_execution
-        # A limit of staleness counts steps.
-        for wanted in [count] if self._bound == math.inf else [1] * count:
+        for wanted in [1] * count if self._goes_singly else [count]:
             since = time.time()
             batches, ticket = self._next(iterator, wanted)
             if not len(batches):
@@ -93,6 +93,15 @@ class TrainFunction:
         if self._is_training:
             self._context.times.note_call(steps, began, began + reading)
         return logs, steps
+
+    @property
+    def _goes_singly(self) -> bool:
+        """Whether workers are sent one step at a time.
+
+        A limit of staleness counts steps, and rows of a dynamic table are updated after each.
+        """
+        tables = self._is_training and any(map(is_keyed, self._model.trainable_variables))
+        return tables or self._bound != math.inf
 
     def _next(self, iterator: Any, count: int) -> tuple[Batches, Ticket | None]:
         """The next batches, none at the data's end, and their ticket if workers read."""

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.files import shard_files
-from keras_psplus.tables.keys import BLOCKS, blocks_of, mixed
+from keras_psplus.tables.keys import BLOCKS, owners_of
 from keras_psplus.tables.rows.frozen_rows import Part
 from keras_psplus.tables.rows.key_rows import KeyRows
 from keras_psplus.tables.snapshot import KEY
@@ -134,8 +134,7 @@ def load(
     steps = seconds = 0
 
     def own(keys: np.ndarray) -> np.ndarray:
-        owners = blocks_of(mixed(tf.constant(keys, _LONG))) % servers
-        return np.flatnonzero(owners.numpy() == server)
+        return np.flatnonzero(owners_of(tf.constant(keys, _LONG), servers).numpy() == server)
 
     for other, chain in enumerate(chains):
         for path, sizes in _since_last_whole(chain, key):

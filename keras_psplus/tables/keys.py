@@ -89,6 +89,11 @@ def blocks_of(hashes: tf.Tensor) -> tf.Tensor:
     return tf.cast(_shift(hashes, 32) % _u64(BLOCKS), tf.int32)
 
 
+def owners_of(keys: tf.Tensor, servers: int) -> tf.Tensor:
+    """Server of each key."""
+    return blocks_of(mixed(keys)) % servers
+
+
 def _shift(bits: tf.Tensor, by: int) -> tf.Tensor:
     return tf.bitwise.right_shift(bits, _u64(by))
 

@@ -1,10 +1,10 @@
-"""A dynamic table in the memory of the one process that trains with it."""
+"""A dynamic table of one process: in its memory, or on devices that it reaches."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.engine import Engine
-from keras_psplus.tables import changes
+from keras_psplus.tables import changes, files
 from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.rows.row_optimizer import check_elementwise, config_of, scalars_of
-from keras_psplus.tables.snapshot import KEY, Snapshot, WaitingRows, in_chunks, living
+from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks
 from keras_psplus.tables.store import RowStore
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable
@@ -35,11 +35,14 @@ class LocalTable(CompositeVariable):
     """Value of a `KeyedVariable` whose rows lie in this process.
 
     Args:
-        spec: Of the `RowStore`.
+        spec: Of the `RowStore`s.
         trainable: Whether it is trained.
         of: The table, for a slot of it.
         slot: 0 for the table itself, else the number of the slot.
     """
+
+    # Of the stores that share the keys.
+    devices: Sequence[str] = ("/CPU:0",)
 
     def __init__(
         self, spec: dict[str, Any], trainable: bool, of: LocalTable | None = None, slot: int = 0
@@ -47,18 +50,24 @@ class LocalTable(CompositeVariable):
         if not _engines:
             _engines.append(Engine())
         self.spec, self.slot, self._of = spec, slot, of
-        self.store: RowStore = outside(lambda: RowStore(spec)) if of is None else of.store
+        self.stores: list[RowStore] = [] if of is None else of.stores
         self.optimizer: Any = None
         self._slots = 0
-        # Rows that came before their keys, as files have them.
-        self._waiting = WaitingRows()
-        with tf.init_scope(), tf.device("/CPU:0"):
+        self._contents: Contents = Contents(spec, self._parts) if of is None else of._contents
+        with tf.init_scope(), tf.device(self.devices[0]):
             # The tape knows the table by it.
             self._proxy = resource_variable_ops.ResourceVariable(
                 tf.zeros([0, spec["dim"]]), trainable=trainable, name=spec["name"]
             )
         unique_id = f"keras_psplus_dynamic_table_{next(_numbers)}"
         super().__init__(trainable, [0, spec["dim"]], tf.float32, unique_id, spec["name"])
+        if of is None:
+            outside(self._make_stores)
+
+    def _make_stores(self) -> None:
+        for i, device in enumerate(self.devices):
+            with tf.device(device):
+                self.stores.append(RowStore(self.spec, i, len(self.devices)))
 
     @property
     def handle(self) -> tf.Tensor:
@@ -82,9 +91,12 @@ class LocalTable(CompositeVariable):
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         """Rows of an int64 vector of keys, with a gradient for the table."""
         unique, positions = tf.unique(keys)
-        rows = tf.stop_gradient(self.store.lookup(unique, trains))
+        rows = tf.stop_gradient(self._lookup(unique, trains))
         table = self.spec["name"], tf.int32.max, self.spec["dim"]
         return with_gradient(self._proxy.read_value(), rows, unique, positions, table)
+
+    def _lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        return self.stores[0].lookup(keys, trains)
 
     # Optimizers.
 
@@ -102,110 +114,141 @@ class LocalTable(CompositeVariable):
         with tf.init_scope():
             config = config_of(optimizer, weight_decay, None, None)
             outside(lambda: check_elementwise(config))
-            outside(lambda: self.store.set_optimizer(config))
+            for part in self._parts():
+                part.set_optimizer(config)
         self.optimizer, self._slots = optimizer, 0
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer, name: str) -> LocalTable:
         """Value of one more slot of an optimizer."""
         self._slots += 1
-        return LocalTable(dict(self.spec, name=name), False, self, self._slots)
+        return type(self)(dict(self.spec, name=name), False, self, self._slots)
 
-    def apply_gradient(
-        self, optimizer: Any, gradient: tf.IndexedSlices, learning_rate: Any
-    ) -> None:
+    def apply_gradient(self, optimizer: Any, gradient: Any, learning_rate: Any) -> None:
         """Updates the rows of a gradient's keys, no two of which are equal."""
+        self._apply(gradient, *self.numbers(optimizer, learning_rate))
+
+    def numbers(self, optimizer: Any, learning_rate: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The learning rate and an optimizer's scalars, and its iterations, as of now."""
         if self.optimizer is not optimizer:
             raise ValueError(
                 f"The table '{self.spec['name']}' is updated by another optimizer, and has one at "
                 "a time. Compile the model again before it trains on. "
                 f"Received: {optimizer.name} beside {self.optimizer and self.optimizer.name}"
             )
-        scalars = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in scalars_of(optimizer)]
-        self.store.apply(
-            gradient.indices,
-            tf.cast(gradient.values, tf.float32),
-            tf.cast(tf.convert_to_tensor(learning_rate), tf.float32),
-            tf.stack(scalars) if scalars else tf.zeros([0]),
+        scalars = [learning_rate, *scalars_of(optimizer)]
+        return (
+            tf.stack([tf.cast(tf.convert_to_tensor(v), tf.float32) for v in scalars]),
             tf.cast(tf.convert_to_tensor(optimizer._iterations), tf.int64),
         )
 
+    def _apply(self, gradient: tf.IndexedSlices, numbers: tf.Tensor, iterations: tf.Tensor) -> None:
+        values = tf.cast(gradient.values, tf.float32)
+        self.stores[0].apply(gradient.indices, values, numbers[0], numbers[1:], iterations)
+
     # Contents.
 
-    def _entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Entries of all rows in the order of their keys, and their row numbers."""
-        entries = in_chunks(lambda i, n: self.store.entries(i, n).numpy(), _CHUNK)
-        rows = np.flatnonzero(living(entries))
-        rows = rows[np.argsort(entries[rows, KEY], kind="stable")]
-        return entries[rows], rows
+    def _parts(self) -> list[_StorePart]:
+        return [_StorePart(*one) for one in zip(self.stores, self.devices)]
 
     def read_rows(self) -> np.ndarray:
         """Rows of the table or slot, in the order of their keys."""
-        return self._gather(self._entries()[1])
-
-    def _gather(self, rows: np.ndarray) -> np.ndarray:
-        variable = self.store.slots[self.slot - 1] if self.slot else self.store.weights
-        return variable.sparse_read(tf.constant(rows, tf.int32)).numpy()
+        return self._contents.read(self.slot)
 
     def write_rows(self, rows: np.ndarray) -> None:
         """Sets the rows of the table or slot, in the order of their keys."""
-        keys = self._entries()[0][:, KEY]
-        if self._of is not None:
-            # A file's keys may come after its optimizer's variables.
-            self._of._waiting.put(self.slot, rows, self.store.clock.steps.numpy())
-            if len(rows) != len(keys):
-                return
-        check_rows(self.spec, rows, keys)
-        self.store.write(self.slot, tf.constant(keys), tf.constant(rows))
+        self._contents.write(self.slot, rows)
 
     def read_snapshot(self) -> Snapshot:
         """Contents of the table."""
-        entries, rows = self._entries()
-        candidates, filter_ = self.store.counters()
-        return Snapshot(
-            entries, self._gather(rows), int(self.store.clock.steps.numpy()), candidates, filter_
-        )
-
-    def read_changes(self, mark: Any) -> Changes:
-        """Changes since a mark, or all of the table."""
-        store = self.store
-
-        def changed(since: np.ndarray, first: int) -> np.ndarray:
-            return store.changed(tf.constant(since), tf.constant(first), _CHUNK).numpy()
-
-        def removed(since: np.ndarray) -> np.ndarray:
-            return store.removed(tf.constant(since)).numpy()
-
-        return changes.read([(removed, changed)], mark, store.dim)
+        return self._contents.snapshot()
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table."""
-        waiting = self._waiting.take(len(snapshot.keys), self.store.clock.steps.numpy())
-        self.store.clear()
-        self.store.clock.steps.assign(snapshot.steps)
-        for first in range(0, len(snapshot.keys), _CHUNK):
-            part = slice(first, first + _CHUNK)
-            self.store.insert(tf.constant(snapshot.entries[part]))
-            self.store.write(0, tf.constant(snapshot.keys[part]), tf.constant(snapshot.rows[part]))
-        self.store.set_counters(snapshot.candidates, snapshot.filter)
-        for slot, rows in waiting:
-            if slot <= len(self.store.slots):
-                self.store.write(slot, tf.constant(snapshot.keys), tf.constant(rows))
+        self._contents.write(0, snapshot)
+
+    def read_changes(self, mark: Any) -> Changes:
+        """Changes since a mark, or all of the table."""
+        servers = [(part.removed, part.changed) for part in self._parts()]
+        return changes.read(servers, mark, self.spec["dim"])
+
+    def read_files(self, chains: Sequence[Sequence[str]], key: int, slots: int) -> None:
+        """Reads what the servers of another job have written, as `files.load`."""
+        count = len(self.stores)
+        for i, part in enumerate(self._parts()):
+            part.load(chains, key, slots, i, count)
+
+
+class _StorePart:
+    """`snapshot.Part` of a store that this process reaches.
+
+    Args:
+        store: The `RowStore`.
+        device: Where it is.
+    """
+
+    def __init__(self, store: RowStore, device: str) -> None:
+        self._store, self._device = store, device
+
+    def on(self, function: Callable[[RowStore], Any]) -> Any:
+        """Calls a function of the store, where that is."""
+        with tf.init_scope(), tf.device(self._device):
+            return function(self._store)
+
+    def set_optimizer(self, config: dict[str, Any]) -> None:
+        outside(lambda: self.on(lambda store: store.set_optimizer(config)))
+
+    def load(self, *args: Any) -> None:
+        self.on(lambda store: files.load(store, *args))
+
+    def steps(self) -> int:
+        return self.on(lambda store: int(store.clock.steps.numpy()))
+
+    def entries(self) -> np.ndarray:
+        return self.on(lambda store: in_chunks(lambda i, n: store.entries(i, n).numpy(), _CHUNK))
+
+    def rows(self, slot: int, count: int) -> np.ndarray:
+        return self.on(lambda store: store.columns[slot].sparse_read(tf.range(count)).numpy())
+
+    def counters(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.on(RowStore.counters)
+
+    def clear(self, steps: int) -> None:
+        self.on(RowStore.clear)
+        self.on(lambda store: store.clock.steps.assign(steps))
+
+    def insert(self, entries: np.ndarray) -> None:
+        def insert(store: RowStore) -> None:
+            for first in range(0, len(entries), _CHUNK):
+                store.insert(tf.constant(entries[first : first + _CHUNK]))
+
+        self.on(insert)
+
+    def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        def put(store: RowStore) -> None:
+            # A file may have slots of another optimizer.
+            for first in range(0, len(keys) if slot < len(store.columns) else 0, _CHUNK):
+                part = slice(first, first + _CHUNK)
+                store.write(slot, tf.constant(keys[part]), tf.constant(rows[part]))
+
+        self.on(put)
+
+    def set_counters(self, candidates: np.ndarray, blocks: np.ndarray) -> None:
+        self.on(lambda store: store.set_counters(candidates, blocks))
+
+    # For `changes.read`.
+
+    def removed(self, since: np.ndarray) -> np.ndarray:
+        return self.on(lambda store: store.removed(tf.constant(since)).numpy())
+
+    def changed(self, since: np.ndarray, first: int) -> np.ndarray:
+        args = tf.constant(since), tf.constant(first), _CHUNK
+        return self.on(lambda store: store.changed(*args).numpy())
 
 
 def outside(function: Callable[[], Any]) -> Any:
     """Calls a function outside of any strategy's scope, which a thread of its own is."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
-
-
-def check_rows(spec: dict[str, Any], rows: np.ndarray, keys: np.ndarray) -> None:
-    """Raises ValueError if rows of an array do not go with keys."""
-    if rows.shape != (len(keys), spec["dim"]):
-        raise ValueError(
-            f"The table '{spec['name']}' has {len(keys)} keys with rows of {spec['dim']} numbers: "
-            "an array must have as many, in the order of the keys. "
-            f"Received: an array of shape {rows.shape}"
-        )
 
 
 def update(

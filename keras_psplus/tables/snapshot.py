@@ -1,14 +1,20 @@
-"""Contents of a dynamic table as arrays, in the order of the keys."""
+"""Contents of a dynamic table as arrays, in the order of the keys.
+
+Part        keys and rows of one store: of this process, another device, or a server
+Contents    those of all stores that share a table's keys
+Snapshot    all of a table at once
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import tensorflow as tf
 
-from keras_psplus.tables.keys import FREE
+from keras_psplus.tables.keys import FREE, owners_of
 
 KEY, FREQUENCY, LAST, SEEN = range(4)
 
@@ -111,3 +117,120 @@ def in_chunks(read: Callable[[int, int], np.ndarray], size: int) -> np.ndarray:
         first += len(part)
         if len(part) < size:
             return np.concatenate(parts)
+
+
+class Part(Protocol):
+    """Keys and rows of one store."""
+
+    def steps(self) -> int:
+        """Number of updates."""
+
+    def entries(self) -> np.ndarray:
+        """int64 matrix, as `Snapshot.entries`, of all rows; `FREE` ones are among them."""
+
+    def rows(self, slot: int, count: int) -> np.ndarray:
+        """The first rows, so many, of the table, 0, or of a slot."""
+
+    def counters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Entries of candidates, and blocks of a Bloom filter."""
+
+    def clear(self, steps: int) -> None:
+        """Removes all, of a table after so many updates."""
+
+    def insert(self, entries: np.ndarray) -> None:
+        """Makes rows for keys that have none."""
+
+    def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Sets rows of the table, 0, or of a slot, of keys that are there."""
+
+    def set_counters(self, candidates: np.ndarray, blocks: np.ndarray) -> None:
+        """Sets what `counters` returns, of a table that has been cleared."""
+
+
+class Contents:
+    """Reads and writes the stores that share a table.
+
+    Args:
+        spec: The table's.
+        parts: Function that returns the `Part` of each store, in order.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], parts: Callable[[], Sequence[Part]]) -> None:
+        self._spec, self._parts = spec, parts
+        # Rows of slots that came before their keys, as files have them.
+        self._waiting = WaitingRows()
+
+    def read(self, slot: int) -> np.ndarray:
+        """Rows of the table, or of a slot, in the order of their keys."""
+        parts = self._parts()
+        _, order, counts = _entries(parts)
+        return _rows(parts, slot, order, counts)
+
+    def snapshot(self) -> Snapshot:
+        """All of the table."""
+        parts = self._parts()
+        entries, order, counts = _entries(parts)
+        counted, blocks = zip(*(part.counters() for part in parts))
+        candidates, whole = np.concatenate(counted), np.concatenate(blocks)
+        for i, own in enumerate(blocks):
+            whole[i :: len(blocks)] = own
+        return Snapshot(
+            entries,
+            _rows(parts, 0, order, counts),
+            max(part.steps() for part in parts),
+            candidates[np.argsort(candidates[:, KEY], kind="stable")],
+            whole,
+        )
+
+    def write(self, slot: int, value: Snapshot | np.ndarray) -> None:
+        """Sets all of the table, or rows in the order of their keys."""
+        parts = self._parts()
+        steps = max(part.steps() for part in parts)
+        if isinstance(value, Snapshot):
+            waiting = self._waiting.take(len(value.keys), steps)
+            counted = _owned(parts, value.candidates[:, KEY])
+            for i, (part, own) in enumerate(zip(parts, _owned(parts, value.keys))):
+                part.clear(value.steps)
+                part.insert(value.entries[own])
+                part.set_counters(value.candidates[counted[i]], value.filter[i :: len(parts)])
+            for slot, rows in [(0, value.rows), *waiting]:
+                _put(parts, slot, value.keys, rows)
+            return
+        keys = _entries(parts)[0][:, KEY]
+        if slot:
+            # A file's keys may come after its optimizer's variables.
+            self._waiting.put(slot, value, steps)
+            if len(value) != len(keys):
+                return
+        if value.shape != (len(keys), self._spec["dim"]):
+            raise ValueError(
+                f"The table '{self._spec['name']}' has {len(keys)} keys with rows of "
+                f"{self._spec['dim']} numbers: an array must have as many, in the order of the "
+                f"keys. Received: an array of shape {value.shape}"
+            )
+        _put(parts, slot, keys, value)
+
+
+def _entries(parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Entries by key; the living rows' order among all parts' rows, and counts of these."""
+    every = [part.entries() for part in parts]
+    together = np.concatenate(every)
+    order = np.flatnonzero(living(together))
+    order = order[np.argsort(together[order, KEY], kind="stable")]
+    return together[order], order, [len(entries) for entries in every]
+
+
+def _rows(parts: Sequence[Part], slot: int, order: np.ndarray, counts: list[int]) -> np.ndarray:
+    rows = [part.rows(slot, count) for part, count in zip(parts, counts)]
+    return np.concatenate(rows)[order]
+
+
+def _owned(parts: Sequence[Part], keys: np.ndarray) -> list[np.ndarray]:
+    """Places of each part's keys."""
+    owners = owners_of(tf.constant(keys, tf.int64), len(parts)).numpy()
+    return [np.flatnonzero(owners == i) for i in range(len(parts))]
+
+
+def _put(parts: Sequence[Part], slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
+    for part, own in zip(parts, _owned(parts, keys)):
+        part.put(slot, keys[own], rows[own])

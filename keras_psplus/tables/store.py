@@ -14,12 +14,12 @@ import tensorflow as tf
 from keras_psplus.tables import admission, changes, initial_rows
 from keras_psplus.tables.expiry import Clock, Expiry
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.chunks import ChunkedRows, traced_once
 from keras_psplus.tables.rows.index import hashes_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
 from keras_psplus.tables.rows.removal_log import BACKUPS, PUBLISHING
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
-from keras_psplus.tables.snapshot import KEY, LAST, in_chunks, living
+from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
 _CHUNK = 1 << 16
@@ -48,11 +48,17 @@ class RowStore:
         self._initial = initial_rows.maker(spec["initializer"], self.dim)
         self.optimizer: RowOptimizer | None = None
         self._slot_initializers: list[Any] = []
+        self._apply_all: Any = None
 
     @property
     def slots(self) -> list[ChunkedRows]:
         """The optimizer's variables of the rows."""
         return self.optimizer.slots if self.optimizer else []
+
+    @property
+    def columns(self) -> list[ChunkedRows]:
+        """The rows, and those of each slot."""
+        return [self.weights, *self.slots]
 
     def set_optimizer(self, config: dict[str, Any]) -> None:
         """Makes an optimizer and its slots, in the place of the last one."""
@@ -66,7 +72,11 @@ class RowStore:
             self.key_rows.log.begin()
             self.optimizer = RowOptimizer(config, self.weights, make_slot)
             self._slot_initializers = initializers
-            self.key_rows.set_others([self.weights, *self.slots])
+            self.key_rows.set_others(self.columns)
+            keys, gradient = tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim])
+            numbers = tf.TensorSpec([]), tf.TensorSpec([None]), tf.TensorSpec([], _LONG)
+            # One operation: who waits for it has waited for all that it writes.
+            self._apply_all = traced_once(self._apply, keys, gradient, *numbers)
             # Of rows that there are already.
             rows = int(self.key_rows.next.numpy())
             for slot in self.slots:
@@ -113,7 +123,7 @@ class RowStore:
         scalars: tf.Tensor,
         iterations: tf.Tensor,
     ) -> tf.Operation:
-        """Updates rows, and makes those of new keys; in a graph.
+        """Updates rows, and makes those of new keys.
 
         Args:
             keys: int64 vector of distinct keys.
@@ -125,6 +135,17 @@ class RowStore:
         Returns:
             The operation after which all is done.
         """
+        rate = tf.convert_to_tensor(learning_rate, tf.float32)
+        return tf.group(self._apply_all(keys, gradient, rate, scalars, iterations))
+
+    def _apply(
+        self,
+        keys: tf.Tensor,
+        gradient: tf.Tensor,
+        learning_rate: tf.Tensor,
+        scalars: tf.Tensor,
+        iterations: tf.Tensor,
+    ) -> tf.Tensor:
         assert self.optimizer is not None
         key_rows, hashes = self.key_rows, hashes_of(keys)
         rows = self._expiry.find(key_rows, hashes)
@@ -150,7 +171,7 @@ class RowStore:
             self._expiry.after_update(key_rows, rows, self.weights)
             self.clock.tick()
             self._expiry.sweep(key_rows, "rows")
-            return tf.group(self.clock.steps.read_value())
+            return self.clock.steps.read_value()
 
     def _make_missing(self, keys: tf.Tensor, hashes: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         missing = tf.cast(tf.where(rows < 0)[:, 0], _INT)
@@ -274,9 +295,8 @@ class RowStore:
     def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Sets rows, or rows of an optimizer's slot, of keys that are there."""
         self.key_rows.log.begin()
-        variable = self.slots[slot - 1] if slot else self.weights
         rows = self.key_rows.index.find(hashes_of(keys))
-        variable.write(rows, values)
+        self.columns[slot].write(rows, values)
         return tf.size(rows)
 
     def clear(self) -> None:
@@ -296,7 +316,6 @@ class RowStore:
         if candidates is not None:
             entries = in_chunks(lambda i, n: self.candidates(i, n).numpy(), _CHUNK)
             entries = entries[living(entries)]
-            entries = entries[np.argsort(entries[:, KEY], kind="stable")]
         blocks = np.zeros([0, 0], np.uint8)
         if filter_ is not None:
             blocks = filter_.numpy().reshape(self.admission.blocks, -1)

@@ -1,6 +1,5 @@
 """`DynamicEmbedding` in one process, by plain Keras."""
 
-import re
 import types
 
 import keras
@@ -160,12 +159,14 @@ def test_weights_are_set_for_the_keys_that_there_are():
         model.set_weights(before)
 
 
-@pytest.mark.parametrize("mode, instead", [("async", "(sync=False)"), ("sync", "()")])
-def test_parameter_servers_say_what_to_use_instead(mode, instead):
-    strategy = type("Strategy", (), {"mode": mode})()
+@pytest.mark.parametrize("argument", ["cache", "updates"])
+def test_parameter_servers_say_what_does_not_go_with_a_table(argument):
+    given = {"cache": None, "updates": None, argument: 3}
+    context = types.SimpleNamespace(scheduler=None)
+    members = {"updates": given["updates"], "_context": context}
+    strategy = type("Strategy", (), members)()
     engine = ParameterServerEngine(strategy)
-    variable = types.SimpleNamespace(path="ids/table")
-    call = Call(lambda *_: None, variable, ({},), {}, "make_table", engine, ["spec"])
-    text = rf"HybridStrategy{re.escape(instead)} .* Received: the table 'ids/table'"
-    with pytest.raises(ValueError, match=text):
+    variable, spec = types.SimpleNamespace(path="ids/table"), {"cache": given["cache"]}
+    call = Call(lambda *_: None, variable, (spec,), {}, "make_table", engine, ["spec"])
+    with pytest.raises(ValueError, match=f"Received: {argument}=3 with the table 'ids/table'"):
         engine.make_variable(call)

@@ -7,12 +7,12 @@ from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 
 
-def cluster_that_goes_on(command, env, log_dir):
-    """A `LocalCluster` of a chief, two workers and a ps, that a killed worker does not end."""
+def cluster_that_goes_on(command, env, log_dir, ps=1):
+    """A `LocalCluster` of a chief, two workers and ps, that a killed worker does not end."""
     return LocalCluster(
         command,
         workers=2,
-        ps=1,
+        ps=ps,
         chief=True,
         env={**env, "PYTHONPATH": python_path(os.environ)},
         log_dir=log_dir,

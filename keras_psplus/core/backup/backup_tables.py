@@ -22,7 +22,6 @@ from keras_psplus.core.base.optimizers import other_variables, variables_of_opti
 from keras_psplus.errors import TableServerError
 from keras_psplus.files import shard_files
 from keras_psplus.files.table_files import TableFiles
-from keras_psplus.tables import files as dynamic_files
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tf_internals import resource_variable_ops
 
@@ -145,7 +144,7 @@ def read_here(
                 has_slots = len(slots) == entry["slots"]
                 if isinstance(value, LocalTable):
                     stored = len(slots) if has_slots else 0
-                    dynamic_files.load(value.store, files.chains, entry["key"], stored)
+                    value.read_files(files.chains, entry["key"], stored)
                 else:
                     variable.assign(files.read(entry["name"]))
                     for i, slot in enumerate(slots if has_slots else []):

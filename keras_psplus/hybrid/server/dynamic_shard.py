@@ -95,7 +95,7 @@ class DynamicShard(TableShard):
         if self.store.admission.filter is not None:
             makers["filter"] = self._filter
             makers["set_filter"] = self._set_filter
-        for i, column in enumerate([self.store.weights, *self.slots]):
+        for i, column in enumerate(self.store.columns):
             number = self._first_slot + i - 1 if i else 0
             makers[f"read{number}"] = functools.partial(self._read_range, column)
             makers[f"put{number}"] = functools.partial(self._put, i)

@@ -18,10 +18,9 @@ from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tables import changes
 from keras_psplus.tables.changes import Changes
-from keras_psplus.tables.keys import BLOCKS, blocks_of, mixed
-from keras_psplus.tables.local import check_rows
+from keras_psplus.tables.keys import BLOCKS, owners_of
 from keras_psplus.tables.row_variable import with_gradient
-from keras_psplus.tables.snapshot import KEY, Snapshot, WaitingRows, in_chunks, living
+from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks, living
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # Entries in a message, of 32 bytes.
@@ -52,167 +51,114 @@ class DynamicTable(Table):
             servers, spec["key"], spec["name"], shape, pull_compressor, push_compressor
         )
         self.spec = spec
-        # Rows of slots that came before their keys, as files have them.
-        self._waiting = WaitingRows()
+        self._contents = Contents(spec, self._parts)
 
     def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
         count = len(self.servers)
         if count == 1:
             return [(ids, *others, None)]
-        owners = blocks_of(mixed(ids)) % count
+        owners = owners_of(ids, count)
         parts = [ids, *others, tf.range(tf.size(ids))]
         return list(zip(*(tf.dynamic_partition(part, owners, count) for part in parts)))
+
+    def _parts(self) -> list[_ServerPart]:
+        return [_ServerPart(self, *one) for one in enumerate(self.links("whole"))]
 
     def read(self, slot: int) -> np.ndarray:
         """Rows of the table, or of a slot, in the order of their keys."""
         with tf.init_scope():
-            every, order = self._entries()
-            return self._rows(slot, every, order)
-
-    def _entries(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Entries of all servers' rows, and the order of the living ones by key."""
-        every = [self._all(link, "entries", _LONG, 4, _ENTRIES) for link in self.links("whole")]
-        together = np.concatenate(every)
-        rows = np.flatnonzero(living(together))
-        return every, rows[np.argsort(together[rows, KEY], kind="stable")]
-
-    def _rows(self, slot: int, every: list[np.ndarray], order: np.ndarray) -> np.ndarray:
-        most = MESSAGE_BYTES // (4 * self.dim)
-        parts = []
-        for link, entries in zip(self.links("whole"), every):
-            rows = self._all(link, f"read{slot}", _FLOAT, self.dim, most)
-            parts.append(rows[: len(entries)])
-        return np.concatenate(parts)[order]
-
-    def _all(
-        self, link: RpcClient, what: str, dtype: tf.DType, columns: int, size: int
-    ) -> np.ndarray:
-        """All rows that a method of a server returns in parts."""
-
-        def read(first: int, count: int) -> np.ndarray:
-            args = [tf.constant(first, _INT), tf.constant(count, _INT)]
-            return link.call(self.method(what), args, dtype, [None, columns]).numpy()
-
-        return in_chunks(read, size)
+            return self._contents.read(slot)
 
     def write(self, slot: int, value: Any) -> None:
         """Sets the contents, a `Snapshot`, or the rows in the order of their keys."""
         with tf.init_scope():
-            if isinstance(value, Snapshot):
-                self._write_snapshot(value)
-                return
-            every, order = self._entries()
-            keys, rows = np.concatenate(every)[order, KEY], np.asarray(value, np.float32)
-            if slot:
-                # A file's keys may come after its optimizer's variables.
-                self._waiting.put(slot, rows, self._steps())
-                if len(rows) != len(keys):
-                    return
-            check_rows(self.spec, rows, keys)
-            self._put(slot, keys, rows)
+            if not isinstance(value, Snapshot):
+                value = np.asarray(value, np.float32)
+            self._contents.write(slot, value)
 
     def snapshot(self) -> Snapshot:
         """Contents of the table."""
         with tf.init_scope():
-            every, order = self._entries()
-            candidates = np.zeros([0, 4], np.int64)
-            links = self.links("whole")
-            kind = (self.spec["admit"] or {}).get("kind")
-            if kind == "Count":
-                parts = [self._all(link, "candidates", _LONG, 4, _ENTRIES) for link in links]
-                candidates = np.concatenate(parts)
-                candidates = candidates[living(candidates)]
-                candidates = candidates[np.argsort(candidates[:, KEY], kind="stable")]
-            return Snapshot(
-                np.concatenate(every)[order],
-                self._rows(0, every, order),
-                self._steps(),
-                candidates,
-                self._filter() if kind == "Bloom" else np.zeros([0, 0], np.uint8),
-            )
+            return self._contents.snapshot()
 
     def changes(self, mark: Any) -> Changes:
         """Changes since the mark of an earlier look, or, with None, all of the table."""
-
-        def functions(
-            link: RpcClient,
-        ) -> tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]:
-            def removed(since: np.ndarray) -> np.ndarray:
-                return link.call(
-                    self.method("removed"), [tf.constant(since)], _LONG, [None]
-                ).numpy()
-
-            def changed(since: np.ndarray, first: int) -> np.ndarray:
-                args = [tf.constant(since), tf.constant(first, _INT)]
-                shape = [None, changes.HEAD + self.dim]
-                return link.call(self.method("changed"), args, _FLOAT, shape).numpy()
-
-            return removed, changed
-
         with tf.init_scope():
-            return changes.read([functions(link) for link in self.links("whole")], mark, self.dim)
+            servers = [(part.removed, part.changed) for part in self._parts()]
+            return changes.read(servers, mark, self.dim)
 
-    def _steps(self) -> int:
-        link = self.links("whole")[0]
-        return int(link.call(self.method("steps"), [tf.constant(0)], _LONG, []).numpy())
 
-    def _write_snapshot(self, snapshot: Snapshot) -> None:
-        waiting = self._waiting.take(len(snapshot.keys), self._steps())
-        for link in self.links("whole"):
-            steps = tf.constant(snapshot.steps, _LONG)
-            link.call(self.method("clear"), [steps], _LONG, []).numpy()
-        for server, own in enumerate(self._by_server(snapshot.keys)):
-            self._insert(server, "insert", snapshot.entries[own])
-        self._put(0, snapshot.keys, snapshot.rows)
-        for server, own in enumerate(self._by_server(snapshot.candidates[:, KEY])):
-            self._insert(server, "insert_candidates", snapshot.candidates[own])
-        if snapshot.filter.size and (self.spec["admit"] or {}).get("kind") == "Bloom":
-            self._set_filter(snapshot.filter)
-        for slot, rows in waiting:
-            self._put(slot, snapshot.keys, rows)
+class _ServerPart:
+    """`snapshot.Part` of a server, which is called."""
 
-    def _by_server(self, keys: np.ndarray) -> list[np.ndarray]:
-        """Places of each server's keys."""
-        owners = (blocks_of(mixed(tf.constant(keys, _LONG))) % len(self.servers)).numpy()
-        return [np.flatnonzero(owners == server) for server in range(len(self.servers))]
+    def __init__(self, table: DynamicTable, server: int, link: RpcClient) -> None:
+        self._table, self._server, self._link = table, server, link
+        self._dim = table.dim
+        self._admits_by = (table.spec["admit"] or {}).get("kind")
 
-    def _insert(self, server: int, what: str, entries: np.ndarray) -> None:
-        link = self.links("whole")[server]
+    def _call(self, what: str, args: list[Any], dtype: tf.DType, shape: list[Any]) -> Any:
+        return self._link.call(self._table.method(what), args, dtype, shape).numpy()
+
+    def _all(self, what: str, dtype: tf.DType, shape: list[Any], size: int) -> np.ndarray:
+        """All rows that a method of the server returns in parts."""
+
+        def read(first: int, count: int) -> np.ndarray:
+            args = [tf.constant(first, _INT), tf.constant(count, _INT)]
+            return self._call(what, args, dtype, shape)
+
+        return in_chunks(read, size)
+
+    def steps(self) -> int:
+        return int(self._call("steps", [tf.constant(0)], _LONG, []))
+
+    def entries(self) -> np.ndarray:
+        return self._all("entries", _LONG, [None, 4], _ENTRIES)
+
+    def rows(self, slot: int, count: int) -> np.ndarray:
+        most = MESSAGE_BYTES // (4 * self._dim)
+        return self._all(f"read{slot}", _FLOAT, [None, self._dim], most)[:count]
+
+    def counters(self) -> tuple[np.ndarray, np.ndarray]:
+        candidates, blocks = np.zeros([0, 4], np.int64), np.zeros([0, 0], np.uint8)
+        if self._admits_by == "Count":
+            candidates = self._all("candidates", _LONG, [None, 4], _ENTRIES)
+            candidates = candidates[living(candidates)]
+        elif self._admits_by == "Bloom":
+            blocks = self._all("filter", tf.uint8, [None], MESSAGE_BYTES)
+            count = len(range(self._server, BLOCKS, len(self._table.servers)))
+            blocks = blocks.reshape(count, -1)
+        return candidates, blocks
+
+    def clear(self, steps: int) -> None:
+        self._call("clear", [tf.constant(steps, _LONG)], _LONG, [])
+
+    def insert(self, entries: np.ndarray, what: str = "insert") -> None:
         for first in range(0, len(entries), _ENTRIES):
             args = [tf.constant(entries[first : first + _ENTRIES], _LONG)]
-            link.call(self.method(what), args, _INT, []).numpy()
+            self._call(what, args, _INT, [])
 
-    def _put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
-        most = MESSAGE_BYTES // (4 * self.dim + self._id_bytes)
-        for link, own in zip(self.links("whole"), self._by_server(keys)):
-            for first in range(0, len(own), most):
-                part = own[first : first + most]
-                args = [tf.constant(keys[part], _LONG), tf.constant(rows[part], _FLOAT)]
-                link.call(self.method(f"put{slot}"), args, _INT, []).numpy()
+    def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
+        most = MESSAGE_BYTES // (4 * self._dim + self._table._id_bytes)
+        for first in range(0, len(keys), most):
+            part = slice(first, first + most)
+            args = [tf.constant(keys[part], _LONG), tf.constant(rows[part], _FLOAT)]
+            self._call(f"put{slot}", args, _INT, [])
 
-    def _filter(self) -> np.ndarray:
-        servers = len(self.servers)
-        parts = []
-        for link in self.links("whole"):
+    def set_counters(self, candidates: np.ndarray, blocks: np.ndarray) -> None:
+        self.insert(candidates, "insert_candidates")
+        own = blocks.reshape(-1)
+        for first in range(0, len(own) if self._admits_by == "Bloom" else 0, MESSAGE_BYTES):
+            args = [tf.constant(first, _INT), tf.constant(own[first : first + MESSAGE_BYTES])]
+            self._call("set_filter", args, _INT, [])
 
-            def read(first: int, count: int, link: RpcClient = link) -> np.ndarray:
-                args = [tf.constant(first, _INT), tf.constant(count, _INT)]
-                return link.call(self.method("filter"), args, tf.uint8, [None]).numpy()
+    # For `changes.read`.
 
-            parts.append(in_chunks(read, MESSAGE_BYTES))
-        size = sum(map(len, parts)) // BLOCKS
-        blocks = np.empty([BLOCKS, size], np.uint8)
-        for server, part in enumerate(parts):
-            blocks[server::servers] = part.reshape(-1, size)
-        return blocks
+    def removed(self, since: np.ndarray) -> np.ndarray:
+        return self._call("removed", [tf.constant(since)], _LONG, [None])
 
-    def _set_filter(self, blocks: np.ndarray) -> None:
-        for server, link in enumerate(self.links("whole")):
-            own = blocks[server :: len(self.servers)].reshape(-1)
-            for first in range(0, len(own), MESSAGE_BYTES):
-                part = own[first : first + MESSAGE_BYTES]
-                args = [tf.constant(first, _INT), tf.constant(part)]
-                link.call(self.method("set_filter"), args, _INT, []).numpy()
+    def changed(self, since: np.ndarray, first: int) -> np.ndarray:
+        args = [tf.constant(since), tf.constant(first, _INT)]
+        return self._call("changed", args, _FLOAT, [None, changes.HEAD + self._dim])
 
 
 class DynamicVariable(TableVariable):

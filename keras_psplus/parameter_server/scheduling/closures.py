@@ -72,6 +72,7 @@ class Closure:
                 values = self.run_on(calls)
                 # Now, as the worker may be lost later.
                 values = tf.nest.map_structure(_fetched, values, expand_composites=True)
+                self.commit()
         except tf.errors.OpError as raised:
             error = losses.as_loss(raised, worker.device_name)
             if not step_errors.is_of_step(error):
@@ -83,6 +84,9 @@ class Closure:
     def run_on(self, calls: WorkerCalls) -> Any:
         """Runs the function; returns its outputs, which are still on the worker."""
         return calls.call(self._concrete, *self._args)
+
+    def commit(self) -> None:
+        """Has what it has left on servers count, once its result is with the chief."""
 
     def start(self, worker: int) -> int | None:
         """Notes that a worker begins; returns the one that was lost with it."""

@@ -167,6 +167,7 @@ class Scheduler:
         about: str,
         ticket: Ticket | None = None,
         may_overlap: bool = False,
+        make: Callable[..., Closure] = Closure,
     ) -> Closure:
         """Schedules a function once a worker has room for it in its queue.
 
@@ -175,11 +176,12 @@ class Scheduler:
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
+            make: `Closure`, or a function that makes one.
         """
         self._enough = 1 + (self._window if may_overlap else 1)
         if ticket is None:
             self._wait_until_free()
-        closure = Closure(function, args, about, on_done)
+        closure = make(function, args, about, on_done)
         closure.ticket, closure.may_overlap = ticket, may_overlap
         self.queue.raise_error()
         if ticket is None:

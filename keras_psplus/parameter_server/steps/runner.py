@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,8 +13,9 @@ import tensorflow as tf
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.data.tickets import Ticket
-from keras_psplus.parameter_server.scheduling.closures import Run
+from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
+from keras_psplus.parameter_server.steps.row_updates import RowClosure, RowUpdates
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.steps.step_logs import ComputedLogs, changes_and_logs
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
@@ -42,6 +44,7 @@ class StepRunner:
     ) -> None:
         self._context, self._results, self._is_training = context, results, is_training
         self._computed_logs: dict[int, ComputedLogs] = {}
+        self._row_updates: dict[int, RowUpdates] = {}
         self._functions: Any = self._make_functions(step, weights)
         self._lock = threading.Lock()
         self._sent = 0
@@ -89,11 +92,17 @@ class StepRunner:
             describe(batches, number),
             ticket,
             step.may_overlap,
+            functools.partial(RowClosure, self._updates_of(step)) if step.tables else Closure,
         )
         self._sent += count
         if self._logs is None:
             # The first step shows what the logs are called, and how often a step draws a seed.
             self._context.scheduler.wait_for(lambda: self._logs is not None)
+
+    def _updates_of(self, step: TracedStep) -> RowUpdates:
+        if id(step) not in self._row_updates:
+            self._row_updates[id(step)] = RowUpdates(step.tables)
+        return self._row_updates[id(step)]
 
     def _open(self, step: TracedStep) -> ClosureTotals:
         """The totals that a step adds to.
@@ -170,6 +179,8 @@ class StepRunner:
 
     def close(self) -> None:
         """Writes the totals to the chief's variables, once all steps are back."""
+        for updates in self._row_updates.values():
+            updates.forget_rest()
         self._write_totals()
         self._sent = 0
 

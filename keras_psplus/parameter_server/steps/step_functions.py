@@ -53,6 +53,7 @@ class TracedStep(NamedTuple):
         concrete: The concrete function, of the closure variables' values and the batches.
         variables: The closure variables, in order.
         overwritten: Those of them that are given values instead of being added to.
+        tables: Dynamic tables that it keeps gradients for.
         notes: What `collect` noted while the function was traced.
         costs: What a call costs, a `traffic.TrafficSummary`.
         may_overlap: Whether a worker may run it beside another call of it.
@@ -63,6 +64,7 @@ class TracedStep(NamedTuple):
     concrete: tf.types.experimental.ConcreteFunction
     variables: list[ClosureVariable]
     overwritten: list[ClosureVariable]
+    tables: list[Any]
     notes: Any
     costs: TrafficSummary
     may_overlap: bool
@@ -164,7 +166,7 @@ class StepFunctions:
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
             # A sum of gradients is read and written from step to step.
             may_overlap = self._overlap and not self._context.updating.keeps_in(trace)
-            traced[:] = counter, replica_step, may_overlap, notes
+            traced[:] = counter, replica_step, may_overlap, notes, trace.tables
             variables[:], overwritten[:] = trace.variables, trace.overwritten()
             written_in_loops.update(pulls.written_in_loops())
             return vector, outputs
@@ -176,12 +178,13 @@ class StepFunctions:
             with self._context.strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
             if written_in_loops <= stay:
-                counter, replica_step, may_overlap, notes = traced
+                counter, replica_step, may_overlap, notes, tables = traced
                 costs = counter.summary(concrete.graph)
                 return TracedStep(
                     concrete,
                     variables,
                     overwritten,
+                    tables,
                     notes,
                     costs,
                     may_overlap,

@@ -36,6 +36,7 @@ from keras_psplus.parameter_server.tracing.worker_function import is_on_ps
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.pulls import Pulls, written_by
 from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.tf_internals import framework_ops as ops
 
 _GATHERS = ("ResourceGather", "ResourceGatherNd")
@@ -142,6 +143,9 @@ class OverlapPlanner:
             trace: Function that traces the step once more, with `begin`.
         """
         assert function.step.replica_step is not None
+        if any(is_keyed(variable) for one in function.added for variable in one.variables):
+            _warn_of("its update of a dynamic table cannot be undone")
+            return None
         prefix = self._context.extended.worker_states.prefix
         undo = Undo(_updated_by(function.added), prefix, self._on_chief)
         written = undo.handles
@@ -168,11 +172,7 @@ class OverlapPlanner:
         if others and not problem:
             problem = f"its update writes to {others[0]!r}"
         if problem:
-            logger.warning(
-                "steps do not overlap, as %s; training goes on without. Received: "
-                "overlap_steps=True",
-                problem,
-            )
+            _warn_of(problem)
             return None
 
         def release(stamp: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -184,6 +184,13 @@ class OverlapPlanner:
         releasing = self._on_chief(release, aggregation.STAMP, aggregation.COUNT)
         overlap = Overlap(undo, releasing, copies.trace_fetch(generation))
         return function._replace(step=on_copies, apply=updating, overlap=overlap)
+
+
+def _warn_of(problem: str) -> None:
+    logger.warning(
+        "steps do not overlap, as %s; training goes on without. Received: overlap_steps=True",
+        problem,
+    )
 
 
 def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -> str | None:

@@ -99,7 +99,7 @@ class SyncFunctions:
         values = [variable._value for variable in variables]
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
-            pairs = self._context.engine.push(inner, gradients, values)
+            pairs = self._context.push(inner, gradients, values)
             sums = aggregation.add(pairs, stamp, prefix, after)
         return HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 

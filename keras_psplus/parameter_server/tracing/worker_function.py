@@ -28,7 +28,11 @@ class Trace:
     """One tracing of a worker function.
 
     `initial` is a float64 vector, the values of the closure variables in the order in which the
-    function comes upon them.
+    function comes upon them, and behind them the number of the run, if it has `tables`.
+
+    Attributes:
+        variables: The closure variables so far.
+        tables: Dynamic tables that the function keeps gradients for.
     """
 
     def __init__(self, initial: tf.Tensor) -> None:
@@ -37,6 +41,7 @@ class Trace:
         self._handles: dict[int, tf.Tensor] = {}
         self._size = 0
         self.variables: list[ClosureVariable] = []
+        self.tables: list[Any] = []
 
     def handle_of(self, variable: ClosureVariable) -> tf.Tensor:
         """The handle of the worker's own copy of a closure variable."""
@@ -54,6 +59,23 @@ class Trace:
             self._handles[key] = handle
             self.variables.append(variable)
         return self._handles[key]
+
+    def keep(self, table: Any, name: str) -> tf.Tensor:
+        """Notes that a gradient is kept for a table; returns the number of the run.
+
+        Raises:
+            ValueError: If that may happen in some runs only, or twice in one.
+        """
+        if ops.get_default_graph() is not self._graph or any(one is table for one in self.tables):
+            raise ValueError(
+                'With `mode="async"`, a step applies the gradient of a DynamicEmbedding\'s table '
+                "once, and outside of loops, branches and functions of its own: the chief updates "
+                "the rows once the step is back. A dynamic loss scale, as of mixed_float16, is "
+                'such a branch: use mixed_bfloat16, or `mode="sync"`. '
+                f"Received: the table '{name}'"
+            )
+        self.tables.append(table)
+        return tf.cast(self._initial[-1], tf.int64)
 
     def overwritten(self) -> list[ClosureVariable]:
         """Closure variables, but for seeds, that are given values not made by adding."""

@@ -23,7 +23,7 @@ from keras_psplus.parameter_server.tracing import traffic, transfer
 from keras_psplus.parameter_server.tracing.turns import writing_states
 from keras_psplus.parameter_server.transport.compressors import Compressors, path_of
 from keras_psplus.parameter_server.transport.pulls import current_pulls
-from keras_psplus.parameter_server.transport.sharded import ShardedVariable, ShardParts
+from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 
 class _Piece(NamedTuple):
@@ -139,14 +139,14 @@ class Pushes:
                 own = [next(arrived) for _ in piece.sent]
                 with tf.device(piece.device):
                     decoded.append(piece.decode(own))
-            is_sharded = isinstance(variable, ShardedVariable)
+            is_sharded = hasattr(variable, "shards")
             pairs.append((ShardParts(decoded) if is_sharded else decoded[0], variable))
         return pairs
 
     def _pieces(
         self, gradient: Gradient, variable: tf.Variable, encoding: _Encoding
     ) -> list[_Piece]:
-        if isinstance(variable, ShardedVariable):
+        if hasattr(variable, "shards"):
             targets = [*zip(variable.split(gradient), variable.shards)]
         else:
             targets = [(gradient, variable)]

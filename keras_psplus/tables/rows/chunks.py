@@ -13,13 +13,26 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from keras_psplus.tf_internals import resource_variable_ops
 
 _INT = tf.int32
 _FIRST_BYTES, _LEAST_ROWS = 1 << 26, 1 << 10
 MOST_ROWS = 1 << 30
 _numbers = itertools.count()
+
+
+def traced(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
+    """Concrete function that stays one operation in the graphs of others."""
+    of_graph = tf.function(
+        function,
+        input_signature=signature,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+    # TensorFlow would warn of many functions that are called once.
+    return of_graph.get_concrete_function()
 
 
 def traced_once(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
@@ -29,14 +42,7 @@ def traced_once(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
     def call(*args: tf.Tensor) -> Any:
         if not made:
             with tf.init_scope():
-                of_graph = tf.function(
-                    function,
-                    input_signature=signature,
-                    autograph=False,
-                    experimental_attributes={"_noinline": True},
-                )
-                # TensorFlow would warn of many functions that are called once.
-                made.append(of_graph.get_concrete_function())
+                made.append(traced(function, *signature))
         return made[0](*args)
 
     return call
@@ -69,12 +75,17 @@ class ChunkedRows:
             self._starts.append(self._starts[-1] + self._sizes[-1])
             self._sizes.append(self._starts[-1])
         with tf.init_scope(), tf.device("/CPU:0"):
+            # Of a known shape, as TensorFlow sends no other handles from one task to another.
             self._chunks = [
-                tf.Variable(tf.zeros([0, columns], dtype), shape=[None, columns], trainable=False)
-                for _ in self._sizes
+                resource_variable_ops.UninitializedVariable(
+                    trainable=False, shape=[size, columns], dtype=dtype
+                )
+                for size in self._sizes
             ]
             self._used = tf.Variable(0, dtype=_INT, trainable=False)
-        self._read_all, self._write_all = _functions(dtype, columns, tuple(self._starts))
+        self._read_all, self._write_all, self._make = _functions(
+            dtype, columns, tuple(self._starts), tuple(self._sizes)
+        )
         self.allocate(tf.constant(1))
 
     def allocate(self, rows: tf.Tensor) -> None:
@@ -84,20 +95,10 @@ class ChunkedRows:
 
         def more() -> tf.Tensor:
             # Readers of the rows read their number before.
-            with tf.control_dependencies(
-                [tf.numpy_function(self._make_chunks, [used, needed], _INT)]
-            ):
+            with tf.control_dependencies([self._make(used, needed, *self._handles)]):
                 return self._used.assign(needed, read_value=True)
 
         tf.cond(needed > used, more, lambda: used)
-
-    def _make_chunks(self, used: np.ndarray, needed: np.ndarray) -> np.int32:
-        with tf.device("/CPU:0"):
-            for i in range(int(used), int(needed)):
-                # Assigned before anything reads it: afterwards, TensorFlow would copy it.
-                shape = [self._sizes[i], self._columns]
-                self._chunks[i].assign(tf.raw_ops.Empty(shape=shape, dtype=self.dtype))
-        return np.int32(needed)
 
     def sparse_read(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of an int32 vector of numbers, for which there is memory."""
@@ -131,13 +132,16 @@ class ChunkedRows:
 
 
 @functools.cache
-def _functions(dtype: tf.DType, columns: int, starts: tuple[int, ...]) -> tuple[Any, Any]:
-    """Functions that read and write rows of several chunks, for all that have such chunks.
+def _functions(
+    dtype: tf.DType, columns: int, starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[Any, Any, Any]:
+    """Functions of several chunks, for all that have such chunks: read, write and make.
 
     Args:
         dtype: Of the rows.
         columns: Of the rows.
         starts: First row of each chunk.
+        sizes: Rows of each chunk.
     """
 
     def places(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -169,9 +173,30 @@ def _functions(dtype: tf.DType, columns: int, starts: tuple[int, ...]) -> tuple[
             )
         return tf.constant(0)
 
+    def make_one(handle: tf.Tensor, size: tf.Tensor, is_due: tf.Tensor) -> tf.Tensor:
+        def made() -> int:
+            # Assigned before anything reads it: afterwards, TensorFlow would copy it.
+            empty = tf.raw_ops.Empty(shape=tf.stack([size, columns]), dtype=dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=empty)
+            return 0
+
+        return tf.cond(is_due, made, lambda: 0)
+
+    one, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], _INT)
+    make_chunk = traced_once(make_one, one, number, tf.TensorSpec([], tf.bool))
+
+    def make(used: tf.Tensor, needed: tf.Tensor, *handles: tf.Tensor) -> tf.Tensor:
+        for i, (handle, size) in enumerate(zip(handles, sizes)):
+            make_chunk(handle, tf.constant(size), tf.logical_and(used <= i, i < needed))
+        return needed
+
     ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
-    handles = [tf.TensorSpec([], tf.resource)] * len(starts)
-    return traced_once(read, ids, *handles), traced_once(write, ids, values, *handles)
+    handles = [one] * len(starts)
+    return (
+        traced_once(read, ids, *handles),
+        traced_once(write, ids, values, *handles),
+        traced_once(make, number, number, *handles),
+    )
 
 
 def _read_from(handle: tf.Tensor, rows: tf.Tensor, dtype: tf.DType, columns: int) -> tf.Tensor:
