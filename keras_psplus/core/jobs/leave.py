@@ -5,6 +5,8 @@ may end, while a worker behind a slow link is still reading them.
 
 1. Each worker whose script has ended posts that it leaves.
 2. The first worker stays until all have posted it or are gone, for some seconds at most.
+3. It ends after their processes have. A thread of theirs that waits for a text would learn of its
+   end while the interpreter ends, which a thread in TensorFlow's code does not survive.
 """
 
 import atexit
@@ -24,6 +26,8 @@ from keras_psplus.tf_internals import context
 _POLL_SECONDS = 1.0
 # The first worker may hang, or another work on alone for as long as it likes.
 _POST_SECONDS, _STAY_SECONDS = 3.0, 30.0
+# An interpreter ends within a second.
+_END_SECONDS, _LOOK_SECONDS = 3.0, 0.05
 
 
 def watch(task: TaskConfig, silent: Callable[[], Collection[str]]) -> None:
@@ -70,13 +74,18 @@ def _run(
         if not task.is_chief:
             post(task.name)
             return
-        for job, index, address in task.peers(("chief", "worker")):
-            name = task_name(job, index)
+        peers = {
+            task_name(job, index): places_of(address)
+            for job, index, address in task.peers(("chief", "worker"))
+        }
+        for name, places in peers.items():
             while time.monotonic() < deadline and name not in silent():
-                if has_left(name, _POLL_SECONDS):
+                if has_left(name, _POLL_SECONDS) or state_of(places, _POLL_SECONDS) == GONE:
                     break
-                if state_of(places_of(address), _POLL_SECONDS) == GONE:
-                    break
+        deadline = min(deadline, time.monotonic() + _END_SECONDS)
+        for places in peers.values():
+            while time.monotonic() < deadline and state_of(places, _POLL_SECONDS) != GONE:
+                time.sleep(_LOOK_SECONDS)
 
 
 def _key(name: str) -> str:
