@@ -50,6 +50,8 @@ class KeyIndex:
         self._insert_all = traced_once(self._insert, hashes, rows)
         self._remove_all = traced_once(self._remove, hashes)
         self._clear_all = traced_once(self._clear)
+        # By itself: TensorFlow makes it ready when it is first needed, which few tables come to.
+        self._rewrite_all = traced_once(self._rewrite, tf.TensorSpec([PARTS], _INT))
         one = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.bool)
         self._write_again = traced_once(self._write_if_due, *one)
 
@@ -91,7 +93,7 @@ class KeyIndex:
         with tf.control_dependencies(done):
             return tf.cond(
                 tf.reduce_any(removed > self._limits),
-                lambda: self._rewrite(removed),
+                lambda: self._rewrite_all(removed),
                 lambda: removed,
             )
 
