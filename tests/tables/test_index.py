@@ -23,6 +23,9 @@ def test_keys_are_found_until_they_are_removed():
         remove(hashes[KEYS // 2 :])
     tf.function(found.clear, autograph=False)()
     assert (found.find(hashes).numpy() == -1).all()
+    # Each part has memory of its own again.
+    found.insert(hashes, tf.range(KEYS))
+    np.testing.assert_array_equal(found.find(hashes), np.arange(KEYS))
 
 
 def test_marks_of_removed_keys_do_not_fill_a_part(monkeypatch):

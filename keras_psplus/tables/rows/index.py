@@ -8,8 +8,6 @@ never grow together.
     full at   0.90   0.89   0.88    ...    0.45  of its buckets
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
@@ -52,8 +50,11 @@ class KeyIndex:
         self._clear_all = traced_once(self._clear)
         # By itself: TensorFlow makes it ready when it is first needed, which few tables come to.
         self._rewrite_all = traced_once(self._rewrite, tf.TensorSpec([PARTS], _INT))
-        one = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.bool)
-        self._write_again = traced_once(self._write_if_due, *one)
+        one = tf.TensorSpec([], tf.resource)
+        self._write_again = traced_once(self._write_if_due, one, tf.TensorSpec([], tf.bool))
+        # By itself, with a size that is no constant: a table takes the memory of what it imports,
+        # and TensorFlow would make equal tensors one, or a constant.
+        self._import_empty = traced_once(self._import, one, tf.TensorSpec([], _INT))
 
     def find(self, hashes: tf.Tensor) -> tf.Tensor:
         """int32 row numbers of an int64 vector of hashes; -1 where there is none."""
@@ -103,7 +104,7 @@ class KeyIndex:
 
     def _clear(self) -> tf.Tensor:
         for table in self._tables:
-            self._import_empty(table, _BUCKETS)
+            self._import_empty(table, tf.constant(_BUCKETS))
         return self._removed.assign(tf.zeros([PARTS], _INT), read_value=True)
 
     def _rewrite(self, removed: tf.Tensor) -> tf.Tensor:
@@ -143,15 +144,15 @@ class KeyIndex:
 
         return tf.cond(is_due, write, lambda: 0)
 
-    def _import_empty(self, table: Any, buckets: Any) -> None:
-        # An import takes the place of the buckets as it is.
-        keys, values = tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT)
+    def _import(self, table: tf.Tensor, buckets: tf.Tensor) -> tf.Tensor:
+        """Has a table have so many buckets without keys."""
         # It wants matrices, and says vectors in its signature.
         keys, values = (
             tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
-            for of in (keys, values)
+            for of in (tf.fill([buckets, 1], self._empty), tf.zeros([buckets, 1], _INT))
         )
         tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
+        return buckets
 
     def _split(self, hashes: tf.Tensor, *others: tf.Tensor) -> list[list[tf.Tensor]]:
         parts = part_of(tf.bitcast(hashes, tf.uint64), PARTS)
