@@ -71,6 +71,7 @@ def _has(name: str) -> bool:
 
 @functools.cache
 def _register() -> None:
-    # They are registered when the first function is compiled.
-    with tf.init_scope(), tf.device("/CPU:0"):
+    # They are registered when the first function is compiled: here, not on a stage's worker, which
+    # refuses by chance to execute a compiled function.
+    with tf.init_scope(), tf.device(None), tf.device("/CPU:0"):
         tf.function(lambda x: x + 1.0, autograph=False, jit_compile=True)(tf.zeros([]))
