@@ -60,12 +60,30 @@ def checks():
     add("pipeline, 1f1b", strategy=PIPELINE, given={"microbatches": 4}, logical=2)
     given = {"microbatches": 4, "schedule": "pipedream"}
     add("pipeline, pipedream", strategy=PIPELINE, given=given, logical=2)
+    given = {"microbatches": 4}
+    add("pipeline, jit", strategy=PIPELINE, given=given, logical=2, jit="yes")
     servers = {"workers": 1, "ps": 1, "chief": True}
     add("servers, sync", servers, strategy=SERVERS, given={"mode": "sync"})
     add("servers, int8", servers, strategy=SERVERS, given={"compression": "int8"})
     given = {"placement": "parameter_server", "row_compression": "int8"}
     tasks = {"workers": 1, "ps": 1}
     add("hybrid, int8", tasks, strategy=HYBRID, given=given, model="table", width=64)
+    dynamic = {"model": "dynamic", "width": 64}
+    add("dynamic table, alone", **dynamic)
+    add("dynamic table, hybrid", tasks, strategy=HYBRID, **dynamic)
+    add("dynamic table, servers", servers, strategy=SERVERS, given={"mode": "sync"}, **dynamic)
+    for rule in ("accumulate:2", "local_sgd:4", "diloco:4"):
+        add(f"two logical, {rule}", strategy=MIRRORED, given={"updates": rule}, logical=2)
+    # Memory of a GPU: weights of which, with Adam, activations are a small part.
+    adam = {"optimizer": "adam", "width": 4096, "steps": 6}
+    add("adam alone", **adam)
+    add("adam, two processes", two, strategy=MIRRORED, **adam)
+    for share in ("optimizer", "all"):
+        given = {"shard": share}
+        add(f"adam, two processes, shard {share}", two, strategy=MIRRORED, given=given, **adam)
+    cuts = {".*/dense/kernel": [None, "model"], ".*/dense/bias": ["model"]}
+    cuts[".*/dense_1/kernel"] = ["model", None]
+    add("adam, model parallel", two, strategy="ModelParallelStrategy", given=cuts, **adam)
     add("nccl of one", check="nccl")
     return found
 
@@ -138,7 +156,8 @@ def main():
 def _line(result):
     if "error" in result:
         return "FAILED  " + " | ".join(result["error"].strip().splitlines()[-2:])[-300:]
-    shown = {key: result[key] for key in ("ms", "device", "jit", "good", "right") if key in result}
+    shown = ("ms", "device", "jit", "peak", "good", "right")
+    shown = {key: result[key] for key in shown if key in result}
     losses = [round(loss, 5) for loss in result.get("losses", [])]
     return f"{json.dumps(shown)} {losses or ''} {result['seconds']} s"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,21 +23,31 @@ class OneReplicaEngine(StrategyEngine):
 
     has_weights_in_memory = True
 
+    @property
+    def compiles_by_default(self) -> bool:
+        return "GPU" in self.strategy.extended.worker_devices[0]
+
+    @answers("compile")
+    def _compile(self, call: Call) -> Any:
+        bound = inspect.signature(call.original).bind(call.owner, *call.args, **call.kwargs)
+        result = call.proceed()
+        self.resolve_auto_jit(call.owner, bound.arguments.get("jit_compile", "auto"))
+        return result
+
     # In a cluster of one, data come in the order in which more workers would read them, so that a
     # job can go on with another number of them.
 
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
-        if self.strategy.task is None:
-            call.proceed()
-            return
+        # Batches are the data's own: TensorFlow's distributed datasets would make an iterator of
+        # several devices for each epoch, which takes 40 ms, and ask it for each step.
         iterator = epochs.make_without_data(call)
+        if self.strategy.task is None:
+            iterator._distributed_dataset = iterator.data_adapter.get_tf_dataset()
+            return
         seed = self.progress.data_seed(random.randint(1, int(1e9)))
-        dataset = sharding.of_one_replica(iterator.data_adapter, seed)
-        if not isinstance(dataset, tf.distribute.DistributedDataset):
-            dataset = iterator._distribute_strategy.experimental_distribute_dataset(dataset)
+        iterator._distributed_dataset = sharding.of_one_replica(iterator.data_adapter, seed)
         self.progress.note_data_seed(seed)
-        iterator._distributed_dataset = dataset
 
     def build(self, call: Call) -> None:
         iterator, data_batch = call.get("iterator"), call.get("data_batch")

@@ -26,7 +26,6 @@ from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.models.compiled_blocks import CompiledBlocks
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
-from keras_psplus.keras_internals.keras_parts import trainer
 
 if TYPE_CHECKING:
     import keras
@@ -42,11 +41,6 @@ class DistributedEngine(StrategyEngine):
     compiled_function, computes_here = CompiledFunction, False
     # Whether variables are copied to this process to be exported.
     exports_copies = False
-
-    @property
-    def compiles_by_default(self) -> bool:
-        """Whether `jit_compile="auto"` has XLA compile them."""
-        return False
 
     @property
     def jit_blocks(self) -> int | None:
@@ -83,9 +77,7 @@ class DistributedEngine(StrategyEngine):
             # Keras means whole models, of which parts are compiled here.
             warnings.filterwarnings("ignore", "Model doesn't support `jit_compile=True`")
             result = call.proceed()
-        if jit_compile == "auto":
-            # Keras leaves models of a strategy uncompiled.
-            model.jit_compile = self.compiles_by_default and trainer.model_supports_jit(model)
+        self.resolve_auto_jit(model, jit_compile)
         (self._ask_for_xla.add if jit_compile is True else self._ask_for_xla.discard)(model)
         return result
 

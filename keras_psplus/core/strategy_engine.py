@@ -25,7 +25,7 @@ from keras_psplus.core.models.building import lifted
 from keras_psplus.core.plan import plan_request
 from keras_psplus.core.state.worker_files import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
-from keras_psplus.keras_internals.keras_parts import stateless_scope
+from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
 
 if TYPE_CHECKING:
     import keras
@@ -39,6 +39,11 @@ class StrategyEngine(Engine):
 
     # Whether each process that trains has the weights, or is far from some of them.
     has_weights_in_memory = False
+
+    @property
+    def compiles_by_default(self) -> bool:
+        """Whether `jit_compile="auto"` has XLA compile models, or parts of them."""
+        return False
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
         super().__init__(strategy)
@@ -73,6 +78,15 @@ class StrategyEngine(Engine):
             if ended.folders:
                 self.backup_writer.wait()
                 ended.release_folders()
+
+    def resolve_auto_jit(self, model: keras.Model, jit_compile: bool | str) -> None:
+        """Decides what the default of `compile` means, as Keras leaves models of strategies alone.
+
+        Args:
+            jit_compile: The argument of `compile`.
+        """
+        if jit_compile == "auto" and not model.run_eagerly:
+            model.jit_compile = self.compiles_by_default and trainer.model_supports_jit(model)
 
     @answers("evaluate", "test_on_batch", "predict", "predict_on_batch")
     def _evaluate(self, call: Call) -> Any:

@@ -5,10 +5,13 @@ import pathlib
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_psplus as psp
+from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.core.graph import xla_operations
 
 pytestmark = pytest.mark.timeout(1500)
@@ -67,3 +70,18 @@ def test_operations_are_looked_up_in_called_functions():
 
     graph = step.get_concrete_function(tf.TensorSpec([2], tf.string), tf.TensorSpec([3, 3])).graph
     assert xla_operations.missing(graph) == ["StringToHashBucketFast"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compiles"),
+    [({}, True), ({"jit_compile": False}, False), ({"run_eagerly": True}, False)],
+)
+def test_one_replica_on_a_gpu_is_compiled_as_alone(arguments, compiles, monkeypatch):
+    strategy = psp.MultiWorkerMirroredStrategy()
+    monkeypatch.setattr(OneReplicaEngine, "compiles_by_default", True)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **arguments)
+    assert model.jit_compile is compiles
+    history = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, epochs=2).history
+    assert history["loss"][1] < history["loss"][0]
