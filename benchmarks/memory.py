@@ -1,9 +1,11 @@
-"""Peaks of workers' resident memory above that at their start, by what is in shares.
+"""Peaks of workers' memory by what is in shares: of tensors, and of all that is resident.
 
     python benchmarks/memory.py --kinds none all_reduce optimizer all model
 
-Ten dense layers are trained with Adam, in one process (`none`) and by several workers on this
-machine. The state is what is kept of weights and slots, as computed. `--env NAME=VALUE` compares
+Dense layers are trained with Adam, in one process (`none`) and by several workers on this
+machine. The state is what is kept of weights and slots, as computed; tensors are what TensorFlow's
+allocator has handed out at a time, as it would of a GPU's memory; what is resident is counted above
+that at the start. `--env NAME=VALUE` compares
 settings of the environment, such as TF_ONEDNN_USE_SYSTEM_ALLOCATOR=1.
 """
 
@@ -19,7 +21,7 @@ import time
 from keras_psplus.cluster.processes import LocalCluster
 
 KINDS = ("none", "all_reduce", "int8", "optimizer", "all", "model")
-BATCH, LAYERS, INPUTS, CLASSES = 32, 10, 64, 10
+BATCH, INPUTS, CLASSES = 32, 64, 10
 RESULT = "result: "
 
 
@@ -37,24 +39,25 @@ def strategy_of(kind, workers):
     if kind == "model":
         layouts = psp.LayoutMap(psp.DeviceMesh((1, workers), ("batch", "model")))
         # Columns and rows in turn: outputs stay in parts from one layer to the next.
-        layouts["column.*/kernel"], layouts["row.*/kernel"] = (None, "model"), ("model", None)
-        layouts["column.*/bias"] = ("model",)
+        layouts[".*column.*/kernel"], layouts[".*row.*/kernel"] = (None, "model"), ("model", None)
+        layouts[".*column.*/bias"] = ("model",)
         return psp.ModelParallelStrategy(layout_map=layouts)
     shard = kind if kind in ("optimizer", "all") else None
     compression = kind if kind == "int8" else None
     return psp.MultiWorkerMirroredStrategy(shard=shard, compression=compression)
 
 
-def task(kind, width, steps, workers):
+def task(kind, width, depth, steps, workers):
     """Trains, and prints its peak above the start, and milliseconds of a step."""
     import keras
     import numpy as np
+    import tensorflow as tf
 
     strategy = None if kind == "none" else strategy_of(kind, workers)
     start, _ = resident()
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        names = [f"{'row' if i % 2 else 'column'}_{i}" for i in range(LAYERS - 1)]
+        names = [f"{'row' if i % 2 else 'column'}_{i}" for i in range(depth - 1)]
         layers = [keras.layers.Dense(width, activation="relu", name=name) for name in names]
         model = keras.Sequential(
             [keras.Input((INPUTS,)), *layers, keras.layers.Dense(CLASSES, name="logits")]
@@ -69,14 +72,30 @@ def task(kind, width, steps, workers):
     model.fit(x, np.arange(len(x)) % CLASSES, batch_size=BATCH, verbose=0, callbacks=[stamp])
     milliseconds = statistics.median(np.diff(stamps[1:]) * 1000)
     now, peak = resident()
-    values = {"peak": peak - start, "end": now - start, "start": start, "ms": milliseconds}
+    tensors = tf.config.experimental.get_memory_info("CPU:0")["peak"] / (1 << 20)
+    values = {
+        "tensors": tensors,
+        "peak": peak - start,
+        "end": now - start,
+        "start": start,
+        "ms": milliseconds,
+    }
     print(RESULT + json.dumps(values), flush=True)
 
 
 def measure(kind, args):
     """Results of all workers of one kind."""
     workers = 1 if kind == "none" else args.workers
-    values = "--width", args.width, "--steps", args.steps, "--workers", args.workers
+    values = (
+        "--width",
+        args.width,
+        "--layers",
+        args.layers,
+        "--steps",
+        args.steps,
+        "--workers",
+        args.workers,
+    )
     command = [sys.executable, __file__, "--task", kind, *map(str, values)]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     environment |= dict(one.split("=", 1) for one in args.env)
@@ -94,6 +113,7 @@ def main():
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--width", type=int, default=1896, help="of the layers")
+    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each kind")
@@ -102,19 +122,20 @@ def main():
     if args.task:
         if args.task == "none":
             os.environ.pop("TF_CONFIG", None)
-        task(args.task, args.width, args.steps, args.workers)
+        task(args.task, args.width, args.layers, args.steps, args.workers)
         return
-    square = (LAYERS - 2) * (args.width + 1) * args.width
+    square = (args.layers - 2) * (args.width + 1) * args.width
     weights = square + (INPUTS + 1) * args.width + (args.width + 1) * CLASSES
     whole = weights * 4 / (1 << 20)
     parts = {"optimizer": 1 + 2 / args.workers, "all": 3 / args.workers, "model": 3 / args.workers}
     print(f"{weights:,} weights, Adam, {args.workers} workers, {' '.join(args.env)}\n")
-    print("| | state, MiB | peak, MiB | at the end | ms a step |\n|---|---:|---:|---:|---:|")
+    print("| | state, MiB | tensors | resident | at the end | ms a step |")
+    print("|---|---:|---:|---:|---:|---:|")
     for kind in args.kinds:
         found = measure(kind, args)
         spans = [
             " to ".join(f"{value:.0f}" for value in sorted({min(each), max(each)}))
-            for each in ([one[name] for one in found] for name in ("peak", "end", "ms"))
+            for each in ([one[name] for one in found] for name in ("tensors", "peak", "end", "ms"))
         ]
         print(f"| {kind} | {parts.get(kind, 3) * whole:.0f} | {' | '.join(spans)} |", flush=True)
 

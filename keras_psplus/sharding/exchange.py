@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -23,6 +24,7 @@ from keras_psplus.compression import Compressor, ErrorFeedback
 from keras_psplus.compression.methods import without_feedback
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.sharding.variable import ParameterPart
+from keras_psplus.tf_internals import framework_ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
@@ -60,6 +62,8 @@ class PartExchange:
             )
             self._of_gradients = None
         self.traffic = TrafficVariables()
+        # Of the last bucket of gradients.
+        self._scattered: tf.Tensor | None = None
 
     def scatter(
         self,
@@ -92,6 +96,7 @@ class PartExchange:
                 row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
                 sent = [words]
             order.end([row])
+            self._scattered = row
             found = shards.shards_of(row, of_own)
             for i, part in zip(own, self.sum_between(found, [variables[i] for i in own], step)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
@@ -113,7 +118,7 @@ class PartExchange:
         order = gradients.HopOrder()
         for own in self._buckets(parts, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
-            with order.waiting():
+            with order.waiting(), self._after_scatter():
                 if compressor is None:
                     row = shards.row_of([parts[i].value() for i in own])
                     rows = self._route.gather(row)
@@ -128,6 +133,15 @@ class PartExchange:
                 assign = value.assign if compressor is None else value.assign_add
                 assign(tf.cast(whole, value.dtype), read_value=False)
         self.count(variables, [cut.width for cut in cuts], compressors, is_gradient=False)
+
+    def _after_scatter(self) -> AbstractContextManager[Any]:
+        """Context of gathers, which wait for all gradients of their step.
+
+        On one link they would hold those up, and gradients take as much memory as all parts.
+        """
+        last = self._scattered
+        is_here = last is not None and last.graph is framework_ops.get_default_graph()
+        return tf.control_dependencies([last] if is_here else [])
 
     def sum_between(
         self, tensors: list[tf.Tensor], variables: Variables, step: tf.Tensor

@@ -48,6 +48,15 @@ def test_buckets_are_in_the_order_in_which_they_are_complete():
     assert found == expected
 
 
+def test_large_items_are_alone_and_the_rest_comes_behind_them():
+    items = ["a1", "a4", "a2", "b1", "a1", "a5", "b1"]
+    found = gradients.buckets(items, lambda item: item[0], lambda item: int(item[1]), 4)
+    small = ("a", ["a1", "a2", "a1"])
+    assert found == [("a", ["a4"]), small, ("a", ["a5"]), ("b", ["b1", "b1"])]
+    found = gradients.buckets(items[1:], lambda item: item[0], lambda item: int(item[1]), 4)
+    assert found == [("a", ["a4"]), ("a", ["a5"]), ("a", ["a2", "a1"]), ("b", ["b1", "b1"])]
+
+
 def test_a_bucket_waits_until_the_second_before_it_has_ended():
     variables = [Named(f"weight_{i}", tf.TensorShape([3])) for i in range(5)]
     launcher = FakeLauncher()

@@ -101,6 +101,9 @@ def buckets(
 ) -> list[tuple[_Key, list[_Item]]]:
     """Groups items of one key, closing a bucket once it is full.
 
+    An item that would fill one by itself has it for itself, so that nothing large is copied to go
+    with others.
+
     Args:
         key: Function of an item: only items with equal keys share a bucket.
         size: Function of an item: its size in bytes.
@@ -108,20 +111,24 @@ def buckets(
 
     Returns:
         List of `(key, items)`, in the order of the buckets' last items: what is made in the order
-        of items is complete in that of buckets.
+        of items is complete in that of buckets. What has not become full comes behind all others
+        of its key: in front of one, it would be one of the few that are on their way at a time.
     """
     filling: dict[_Key, list[_Item]] = {}
     sizes: dict[_Key, int] = {}
     # By the place of its last item.
-    closed: dict[int, tuple[_Key, list[_Item]]] = {}
+    closed: list[tuple[int, _Key, list[_Item]]] = []
     ends: dict[_Key, int] = {}
     for place, item in enumerate(items):
-        kind = key(item)
-        filling.setdefault(kind, []).append(item)
-        sizes[kind] = sizes.get(kind, 0) + size(item)
+        kind, own = key(item), size(item)
         ends[kind] = place
+        if own >= bucket_bytes:
+            closed.append((place, kind, [item]))
+            continue
+        filling.setdefault(kind, []).append(item)
+        sizes[kind] = sizes.get(kind, 0) + own
         if sizes[kind] >= bucket_bytes:
-            closed[place] = kind, filling.pop(kind)
+            closed.append((place, kind, filling.pop(kind)))
             sizes.pop(kind)
-    closed |= {ends[kind]: (kind, rest) for kind, rest in filling.items()}
-    return [closed[place] for place in sorted(closed)]
+    closed += [(ends[kind], kind, rest) for kind, rest in filling.items()]
+    return [(kind, bucket) for _, kind, bucket in sorted(closed, key=lambda one: one[0])]
