@@ -87,7 +87,7 @@ _MODELS = {"dense": dense, "transformer": transformer, "table": table, "dynamic"
 
 
 def fit(options):
-    """Losses of some epochs, milliseconds of a step, the device of a weight, and peak memory."""
+    """Losses of epochs, milliseconds of a step, a weight's device and peak memory."""
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(options.policy)
     strategy = strategy_of(options)

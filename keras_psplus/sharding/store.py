@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
 
-_POLL_SECONDS = 3.0
+_POLL_SECONDS, _END_SECONDS = 3.0, 0.1
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
 # The answer to what another worker cannot give before it is answered itself.
@@ -167,8 +167,8 @@ class ShareStore:
 
     def _serve(self) -> None:
         try:
-            while True:
-                self._answer(json.loads(listen(self._key(self._next))))
+            while "ended" not in (request := json.loads(listen(self._key(self._next)))):
+                self._answer(request)
         except Exception as error:  # Raised again by who reads.
             with self._changed:
                 self._error = error
@@ -273,8 +273,20 @@ class ShareStore:
                             "of variables that are here",
                             *(names[self._number], name),
                         )
+            self._end_thread()
         except Exception:
             return  # The chief, which has the keys, has ended, or the job has failed.
+
+    def _end_thread(self) -> None:
+        """Ends the thread, of all workers, once all have left.
+
+        One that TensorFlow answered while the interpreter ends would take the process with it.
+        """
+        end = time.monotonic() + _POLL_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
+            # Under the number that comes after what it is about to answer.
+            self._offer({"ended": True})
+            self._thread.join(_END_SECONDS)
 
     def _has(self, name: str) -> bool:
         try:

@@ -26,8 +26,8 @@ from keras_psplus.tf_internals import context
 _POLL_SECONDS = 1.0
 # The first worker may hang, or another work on alone for as long as it likes.
 _POST_SECONDS, _STAY_SECONDS = 3.0, 30.0
-# An interpreter ends within a second.
-_END_SECONDS, _LOOK_SECONDS = 3.0, 0.05
+# An interpreter ends within a second; those of large processes, on a busy machine, do not.
+_END_SECONDS, _LOOK_SECONDS = 15.0, 0.05
 
 
 def watch(task: TaskConfig, silent: Callable[[], Collection[str]]) -> None:
