@@ -70,6 +70,8 @@ def _prepare(versions: types.ModuleType) -> None:
         attributes.check_tensorflow_attributes()
         keras_attributes.check_keras_attributes()
         keras_hooks.check()
+        # Keras loads files of models with these layers then.
+        importlib.import_module("keras_psplus.layers")
     activation.at_activation(functools.partial(late_variables.warn, dict(os.environ)))
     activation.at_activation(keras_hooks.install)
     _is_loaded = True

@@ -19,8 +19,8 @@ class PublishTables(keras.callbacks.Callback):
 
     The first version has all rows, the ones after it those that steps have changed since, and the
     keys that have expired; now and then all rows are written again. A reader finds a version once
-    all of it is on the disk: a kill at any moment leaves the last one. Under `HybridStrategy` the
-    chief writes what the servers send it; training waits in the meantime.
+    all of it is on the disk: a kill at any moment leaves the last one. With servers, the chief
+    writes what they send it; training waits in the meantime.
 
     Args:
         folder: Path of a folder for the tables of this model alone.

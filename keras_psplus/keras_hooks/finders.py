@@ -47,6 +47,11 @@ def of_holder(holder: Any) -> Engine | None:
     return engine_of(getattr(holder, "_distribute_strategy", None))
 
 
+def of_exported(model: keras.Model) -> Engine | None:
+    """Engine of a model's strategy, or of tables in memory."""
+    return of_holder(model) or local.engine_in_use()
+
+
 def of_callback(callback: Any) -> Engine | None:
     """Engine of a callback's model, or of a list of callbacks."""
     return of_holder(getattr(callback, "_model", None))

@@ -3,9 +3,10 @@
 from typing import Any
 
 from keras_psplus.core.models import model_saving
-from keras_psplus.keras_hooks.finders import of_holder, of_scope
+from keras_psplus.keras_hooks.finders import of_exported, of_holder, of_scope
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import io_utils, model_module, saving_lib
+from keras_psplus.serving.export import export_model
 
 
 def _of_writing(_: Any) -> object | None:
@@ -27,10 +28,11 @@ HOOKS = (
     Hook(
         model_module.Model,
         "export",
-        ["self", "filepath"],
-        of_holder,
-        "save",
-        "folders appear whole; variables of parameter servers are copied to the chief",
+        ["self", "filepath", "format"],
+        of_exported,
+        export_model,
+        "folders appear whole; variables of parameter servers are copied to the chief; so are "
+        "dynamic tables, which are part of the graph then",
     ),
     Hook(
         saving_lib,

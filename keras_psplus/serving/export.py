@@ -1,4 +1,8 @@
-"""Export of a model to a SavedModel that needs nothing of this library."""
+"""Export of a model to a SavedModel that needs nothing of this library.
+
+export         function of this library, for any model
+export_model   `keras.Model.export`, which comes to the same for a model with dynamic tables
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.arguments import shown
 from keras_psplus.core.models import model_saving
+from keras_psplus.engine import Call
 from keras_psplus.files import atomic
+from keras_psplus.keras_internals.keras_parts import io_utils
 from keras_psplus.serving.frozen_table import FrozenTable
 from keras_psplus.tables.row_variable import is_keyed
+
+_FORMAT = "tf_saved_model"
 
 
 def export(
@@ -66,6 +75,29 @@ def export(
         executor.submit(work).result()
 
 
+def export_model(call: Call) -> Any:
+    """Exports by `export` where Keras would not find the rows of dynamic tables.
+
+    Raises:
+        ValueError: If such a model is to have another format, or as `export`.
+    """
+    model, folder = call.owner, call.get("filepath")
+    if not any(map(is_keyed, model.variables)):
+        return call.engine.save(call)
+    form = call.get("format", _FORMAT)
+    if form != _FORMAT:
+        raise ValueError(
+            "The table of a DynamicEmbedding is a hash table and a variable once exported, which a "
+            f'SavedModel has, and other formats do not: use format="{_FORMAT}". '
+            f"Received: format={shown(form)} with model '{model.name}'"
+        )
+    signature = call.get("input_signature")
+    export(model, folder, None if signature is None else tf.nest.map_structure(_spec_of, signature))
+    if call.get("verbose") is not False:
+        io_utils.print_msg(f"Saved artifact at '{os.fspath(folder)}'.")
+    return None
+
+
 def _save(model: keras.Model, inputs: tuple[Any, list[Any]], path: str) -> None:
     structure, specs = inputs
     module = tf.Module()
@@ -104,10 +136,13 @@ def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> tuple[Any
     return model.input, [_spec_of(one) for one in flat]
 
 
-def _spec_of(one: keras.KerasTensor) -> Any:
+def _spec_of(one: Any) -> Any:
+    """Specification of a tensor: a `KerasTensor`, an `InputSpec`, or one of TensorFlow's."""
+    if isinstance(one, tf.TypeSpec):
+        return one
     if getattr(one, "ragged", False):
         return tf.RaggedTensorSpec(one.shape, one.dtype, ragged_rank=one.ragged_rank or 1)
-    if one.sparse:
+    if getattr(one, "sparse", False):
         return tf.SparseTensorSpec(one.shape, one.dtype)
     return tf.TensorSpec(one.shape, one.dtype, name=one.name)
 

@@ -106,7 +106,13 @@ def run(strategy, folder, names, who, check):
     x, y = data()
     for name in names:
         with strategy.scope():
-            model, table, results = train(name, as_ids(name, x), y)
+            more = {}
+            if name == "counted":
+                # With ids that have no row.
+                other = as_ids(name, x[:40] + [0, 0, 0, 0, 1])
+                checked = tf.data.Dataset.from_tensor_slices((other, y[:40])).batch(12)
+                more = {"validation_data": checked}
+            model, table, results = train(name, as_ids(name, x), y, **more)
             results |= contents(model, table)
             path = folder / f"{name}-{who}.weights.h5"
             model.save_weights(path)

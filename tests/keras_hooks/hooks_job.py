@@ -60,6 +60,8 @@ def replaced():
     from keras_psplus.keras_hooks import HOOKS
 
     by_import = changed_since(before)
+    # Files that have such layers are loaded.
+    assert "keras_psplus>DynamicEmbedding" in keras.saving.get_custom_objects()
     keras_psplus.MultiWorkerMirroredStrategy()
     listed = sorted(hook.where for hook in HOOKS if hook.find is not None)
     print(json.dumps([by_import, changed_since(before), listed]))

@@ -4,8 +4,8 @@ counting_job.py STEPS
 
 In the environment, COUNTING_JOB_PAUSE is what each step waits, in seconds, COUNTING_JOB_COMPRESSION
 how gradients are compressed, COUNTING_JOB_STATE a file for what the compressor keeps,
-COUNTING_JOB_GATE a file that half of the steps wait for, and COUNTING_JOB_OVERLAP says that workers
-have several steps under way.
+COUNTING_JOB_GATE a file that half of the steps wait for, COUNTING_JOB_OVERLAP says that workers
+have several steps under way, and COUNTING_JOB_TABLE that a dynamic table is trained, too.
 """
 
 import os
@@ -23,6 +23,7 @@ import keras_psplus as psp
 
 steps = int(sys.argv[1])
 gate = pathlib.Path(os.environ.get("COUNTING_JOB_GATE", "/"))
+has_table = "COUNTING_JOB_TABLE" in os.environ
 pause = float(os.environ.get("COUNTING_JOB_PAUSE", "0"))
 strategy = psp.ParameterServerStrategy(
     startup_timeout=60,
@@ -36,12 +37,14 @@ class Counting(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(1)
+        self.table = psp.layers.DynamicEmbedding(1, combiner="sum") if has_table else None
         self.steps = self.add_weight(
             shape=(), dtype="int64", initializer="zeros", trainable=False, name="steps"
         )
 
-    def call(self, x):
-        return self.dense(x)
+    def call(self, x, training=False):
+        rows = self.table(keras.ops.cast(x, "int64"), training=training) if has_table else 0
+        return self.dense(x) + rows
 
     def train_step(self, data):
         self.steps.assign_add(1)
@@ -70,6 +73,9 @@ model.evaluate(x, x[:, :1], batch_size=2, verbose=0)
 if "COUNTING_JOB_STATE" in os.environ:
     np.savez(os.environ["COUNTING_JOB_STATE"], **strategy.state_dict(model.optimizer))
 sent = {t.path: t for t in strategy.communication.traffic() if t.direction == "gradient"}
+if has_table:
+    keys, (updates, _) = model.table.keys, model.table.counts()
+    print("updates of rows:", dict(zip(keys.tolist(), updates.tolist())), flush=True)
 print({path: (t.logical_bytes, t.wire_bytes) for path, t in sent.items()}, flush=True)
 print(
     f"steps={int(model.steps.numpy())} iterations={int(model.optimizer.iterations.numpy())}"

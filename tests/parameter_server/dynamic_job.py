@@ -55,15 +55,24 @@ class BreakOff(keras.callbacks.Callback):
 
 
 def check_backup(folder, model, table, x, y):
-    """Breaks training off, which goes on in another model to where it came without."""
+    """Breaks training off, which goes on in another model to where it came without.
+
+    Before that, the model is exported; meanwhile, its table is published.
+    """
+    model.export(folder / "exported", verbose=False)
     expected = dynamic_job.contents(model, table)
     for last in [BreakOff()], []:
         backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
         with contextlib.suppress(InterruptedError):
             ids = dynamic_job.as_ids("counted", x)
-            model, table, _ = dynamic_job.train("counted", ids, y, callbacks=[backup, *last])
+            publish = psp.callbacks.PublishTables(folder / "published", every=2)
+            callbacks = [backup, publish, *last]
+            model, table, _ = dynamic_job.train("counted", ids, y, callbacks=callbacks)
     for what, value in dynamic_job.contents(model, table).items():
         np.testing.assert_allclose(value, expected[what], rtol=1e-4, atol=2e-5, err_msg=what)
+    reader = psp.serving.TableReader(folder / "published", poll=None)
+    np.testing.assert_array_equal(reader.lookup(table.keys), table.table.numpy())
+    assert len(reader) == len(table.keys)
 
 
 class Progress(keras.callbacks.Callback):

@@ -52,6 +52,15 @@ def test_synchronous_training_equals_one_process(job, case):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.cases("counted")
+def test_an_exported_model_predicts_the_same(job):
+    folder, log = job
+    ids = dynamic_job.as_ids("counted", dynamic_job.data()[0][:21])
+    exported = tf.saved_model.load(folder / "exported")
+    expected = load(folder / "counted-chief-0.npz", log)["predicted"]
+    np.testing.assert_allclose(exported.serve(ids), expected, atol=1e-6)
+
+
 @pytest.mark.cases("counted", others=True)
 def test_a_worker_is_killed_and_each_asynchronous_update_counts_once(job):
     _, log = job

@@ -23,6 +23,7 @@ def job(tmp_path):
     """Starts the job, and ends it."""
     env = {**os.environ, **ENVIRONMENT, "COUNTING_JOB_GATE": str(tmp_path / "gate")}
     env |= {"COUNTING_JOB_COMPRESSION": "int8", "COUNTING_JOB_STATE": str(tmp_path / "state.npz")}
+    env["COUNTING_JOB_TABLE"] = ""
     flags = ["--workers=1:2", "--ps=1", f"--log_dir={tmp_path}", f"--json_log={tmp_path}/log.jsonl"]
     with (tmp_path / "launcher").open("w") as out:
         launcher = subprocess.Popen(
@@ -80,6 +81,7 @@ def test_a_worker_comes_and_another_leaves(job, tmp_path):
     (tmp_path / "gate").touch()
     assert job.wait(240) == 0, (tmp_path / "launcher").read_text()[-4000:]
     assert counts(chief.read_text()) == [STEPS, STEPS, 2 * STEPS]
+    assert f"updates of rows: {{1: {STEPS}}}" in chief.read_text()
     assert "Traceback" not in chief.read_text()
     # What the compressor keeps on the one that has left has left with it.
     assert "cannot be reached" not in chief.read_text()

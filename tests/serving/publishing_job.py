@@ -49,7 +49,7 @@ def main():
         verbose=0,
         callbacks=[publish, keras.callbacks.LambdaCallback(on_train_batch_end=wait)],
     )
-    psp.serving.export(model, folder / "served" / "1")
+    model.export(folder / "served" / "1")
     some = np.stack([keys[:20], keys[20:40], keys[40:]], 1)
     predicted = model.predict(some, verbose=0)
     if strategy.is_chief:

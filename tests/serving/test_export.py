@@ -74,7 +74,9 @@ def test_ragged_ids_and_models_of_other_kinds(tmp_path):
     model.compile("sgd", "mse")
     x = tf.ragged.constant([[1, 2**40], [], [7]], tf.int64)
     model.train_on_batch(x, np.ones([3, 2]))
-    psp.serving.export(model, tmp_path / "ragged")
+    with pytest.raises(ValueError, match="Received: format='onnx' with model"):
+        model.export(tmp_path / "ragged", "onnx")
+    model.export(tmp_path / "ragged", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "ragged")
     np.testing.assert_allclose(loaded.serve(x), model(x), atol=1e-6)
 
@@ -92,6 +94,6 @@ def test_ragged_ids_and_models_of_other_kinds(tmp_path):
     model(np.array([1]))
     with pytest.raises(ValueError, match="neither functional nor sequential.*Received: Model with"):
         psp.serving.export(model, tmp_path / "own")
-    psp.serving.export(model, tmp_path / "own", [tf.TensorSpec([None], tf.int64)])
+    model.export(tmp_path / "own", input_signature=[keras.InputSpec("int64", [None])])
     loaded = tf.saved_model.load(tmp_path / "own")
     assert not loaded.serve(tf.constant([1], tf.int64)).numpy().any()
