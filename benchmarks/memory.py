@@ -1,12 +1,12 @@
-"""Peaks of workers' memory by what is in shares: of tensors, and of all that is resident.
+"""Peaks of workers' memory by what is in shares: tensors, and all that is resident.
 
     python benchmarks/memory.py --kinds none all_reduce optimizer all model
 
 Dense layers are trained with Adam, in one process (`none`) and by several workers on this
 machine. The state is what is kept of weights and slots, as computed; tensors are what TensorFlow's
 allocator has handed out at a time, as it would of a GPU's memory; what is resident is counted above
-that at the start. `--env NAME=VALUE` compares
-settings of the environment, such as TF_ONEDNN_USE_SYSTEM_ALLOCATOR=1.
+that at the start. `--env NAME=VALUE` compares settings of the environment, such as
+TF_ONEDNN_USE_SYSTEM_ALLOCATOR=1.
 """
 
 import argparse

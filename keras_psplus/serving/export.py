@@ -6,9 +6,8 @@ export_model   `keras.Model.export`, which comes to the same for a model with dy
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
@@ -101,7 +100,7 @@ def export_model(call: Call) -> Any:
 def _save(model: keras.Model, inputs: tuple[Any, list[Any]], path: str) -> None:
     structure, specs = inputs
     module = tf.Module()
-    with _as_plain_values(model) as values:
+    with model_saving.with_copies(model, _copied) as values:
         module.values, module.resources = values, _resources_of(model)
 
         @tf.function(input_signature=specs, autograph=False)
@@ -158,19 +157,8 @@ def _resources_of(model: keras.Model) -> list[Any]:
     ]
 
 
-@contextlib.contextmanager
-def _as_plain_values(model: keras.Model) -> Iterator[list[Any]]:
-    """Context in which a model computes with copies of its variables, wherever these are."""
-    before = [(variable, variable._value) for variable in model.variables]
-    try:
-        for variable, value in before:
-            if is_keyed(variable):
-                variable._value = FrozenTable(value.spec, value.read_snapshot())
-            else:
-                variable._value = tf.Variable(
-                    value.numpy(), trainable=variable.trainable, name=variable.name
-                )
-        yield [variable._value for variable, _ in before]
-    finally:
-        for variable, value in before:
-            variable._value = value
+def _copied(variable: keras.Variable) -> Any:
+    value: Any = variable._value
+    if is_keyed(variable):
+        return FrozenTable(value.spec, value.read_snapshot())
+    return model_saving.copied(variable)

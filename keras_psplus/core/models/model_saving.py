@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.engine import Call
@@ -52,21 +53,36 @@ def export_copies(strategy: tf.distribute.Strategy, call: Call) -> Any:
     """
 
     def work() -> Any:
-        of_servers = [(variable, variable._value) for variable in call.owner.variables]
         with written(strategy, call.get("filepath"), makes_folders=True) as path:
-            try:
-                for variable, value in of_servers:
-                    variable._value = tf.Variable(
-                        value.numpy(), trainable=variable.trainable, name=variable.name
-                    )
+            with with_copies(call.owner, copied):
                 return call.proceed(filepath=path)
-            finally:
-                for variable, value in of_servers:
-                    variable._value = value
 
     # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result()
+
+
+def copied(variable: keras.Variable) -> tf.Variable:
+    """A variable of this process with a Keras variable's value."""
+    value = variable._value.numpy()
+    return tf.Variable(value, trainable=variable.trainable, name=variable.name)
+
+
+@contextlib.contextmanager
+def with_copies(model: keras.Model, copy: Callable[[keras.Variable], Any]) -> Iterator[list[Any]]:
+    """Context in which a model computes with copies of its variables, wherever these are.
+
+    Args:
+        copy: Function of a variable that returns that of its value.
+    """
+    before = [(variable, variable._value) for variable in model.variables]
+    try:
+        for variable, _ in before:
+            variable._value = copy(variable)
+        yield [variable._value for variable, _ in before]
+    finally:
+        for variable, value in before:
+            variable._value = value
 
 
 def save(strategy: tf.distribute.Strategy, call: Call) -> Any:

@@ -42,7 +42,8 @@ class RowUpdates:
 
     def take(self, number: int) -> None:
         """Updates rows by what a run has left."""
-        _call(self._take, scalar_tensor(number, tf.int64))
+        with tf.device(remote.CHIEF):
+            remote.call(self._take, scalar_tensor(number, tf.int64))
 
     def forget_rest(self) -> None:
         """Forgets what lost runs have left, once no step is under way."""
@@ -50,11 +51,6 @@ class RowUpdates:
             self.has_rest = False
             for shard in self._shards:
                 shard.clear()
-
-
-def _call(function: Any, *args: tf.Tensor) -> None:
-    with tf.device(remote.CHIEF):
-        remote.call(function, *args)
 
 
 class RowClosure(Closure):
