@@ -78,7 +78,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         pull_compression: The same for rows that workers read.
         cache: A `tables.Cache` of each table on the servers, or a dict from patterns of variables'
             paths to such caches: workers keep copies of the hottest rows. None for no copies.
-        table_timeout: Seconds that a parameter server may take to answer.
+        table_timeout: Seconds that a parameter server may take to answer; five times as long in a
+            process's first step, in which servers make their functions ready.
         tables_dir: Folder below which backups and `save_tables` may have the servers write. By
             default any, or the one in which their tasks were started if the job has no token.
         job_token: Secret that all tasks of the job have in common, a long random text, by which
@@ -216,7 +217,11 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 task, PeerIdentity.of(task), startup_timeout, print
             )
         patience = _PATIENCE if sync else table_timeout
-        servers = Servers(task, secret, table_timeout, patience, recovers=not sync)
+        servers = Servers(
+            *(task, secret, table_timeout, patience),
+            recovers=not sync,
+            has_begun=lambda: self.progress.steps > 0,
+        )
         servers.greet(agreed, self.num_replicas_in_sync, startup_timeout)
         placer = placement_module.TablePlacer(
             placement,

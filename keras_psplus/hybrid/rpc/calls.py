@@ -23,6 +23,8 @@ _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
 _PAUSE_SECONDS = 0.2
 _ATTEMPT_SECONDS = 10.0
+# A server makes its functions ready in the first step, by some seconds of a processor.
+_TIMES_AT_FIRST = 5.0
 _unique = itertools.count()
 
 # An RPC under way: its resource and the deleter of that.
@@ -43,6 +45,8 @@ class RpcClient:
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
         key: `rpc_auth.RowKey` that every call begins with, or None.
+        has_begun: Function that returns whether this process has taken a step; before, a call may
+            take longer.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class RpcClient:
         patience: float,
         recovers: bool = False,
         key: RowKey | None = None,
+        has_begun: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.name, self.address = name, address
+        self.name, self.address, self._has_begun = name, address, has_begun
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
         self._rarely: dict[Any, Callable[..., tf.Tensor]] = {}
         self._key = key
@@ -150,8 +155,9 @@ class RpcClient:
                 # It is there, and will have its tables soon.
                 away |= tf.strings.regex_full_match(message, names.NOT_REGISTERED)
             now = tf.timestamp()
+            limit = tf.ensure_shape(tf.numpy_function(self._limit, [], tf.float64), [])
             in_time = tf.logical_and(
-                now < began + self._timeout - _ATTEMPT_SECONDS, now < alive_at + self._patience
+                now < began + limit - _ATTEMPT_SECONDS, now < alive_at + self._patience
             )
             return tf.logical_and(away, in_time)
 
@@ -159,9 +165,8 @@ class RpcClient:
             code: tf.Tensor, message: tf.Tensor, answer: tf.Tensor, alive_at: tf.Tensor
         ) -> tuple[tf.Tensor, ...]:
             # There is no operation that sleeps. This path is taken when a server is away only.
-            listens = tf.ensure_shape(tf.numpy_function(self._pause, [], tf.bool), [])
-            with tf.control_dependencies([listens]):
-                alive_at = tf.where(listens, tf.timestamp(), alive_at)
+            paused = tf.numpy_function(self._pause, [], tf.bool)
+            with tf.control_dependencies([paused]):
                 future = self._call(method, args)
             code, message = self._status(future)
             answer = tf.cond(
@@ -169,6 +174,10 @@ class RpcClient:
             )
             with tf.control_dependencies([answer]):
                 _delete(future)
+                # Afterwards: a call that is not answered takes longer than there is patience.
+                listens = tf.ensure_shape(tf.numpy_function(self._listens, [], tf.bool), [])
+            with tf.control_dependencies([listens]):
+                alive_at = tf.where(listens, tf.timestamp(), alive_at)
             return code, message, tf.ensure_shape(answer, shape), alive_at
 
         scalar = tf.TensorShape([])
@@ -207,7 +216,10 @@ class RpcClient:
 
     def _pause(self) -> np.bool_:
         time.sleep(_PAUSE_SECONDS)
-        return self._listens()
+        return np.bool_(True)
+
+    def _limit(self) -> np.float64:
+        return np.float64(self._timeout * (1 if self._has_begun() else _TIMES_AT_FIRST))
 
     def _listens(self) -> np.bool_:
         return np.bool_(handshake.listens(self.address))

@@ -33,6 +33,7 @@ class Servers:
         timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
+        has_begun: As of `RpcClient`.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Servers:
         timeout: float,
         patience: float,
         recovers: bool = False,
+        has_begun: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._task, self._secret = task, secret
+        self._task, self._secret, self._has_begun = task, secret, has_begun
         self._peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
@@ -68,7 +70,7 @@ class Servers:
     def new_links(self) -> list[RpcClient]:
         """A new link to each server."""
         return [
-            RpcClient(*peer, self._timeout, self._patience, self._recovers, key)
+            RpcClient(*peer, self._timeout, self._patience, self._recovers, key, self._has_begun)
             for peer, key in zip(self._peers, self._row_keys)
         ]
 
