@@ -204,10 +204,8 @@ class TableShard:
             replica, step, part, last, waits, iterations = tf.unstack(header)
             gradient = self._push.decode(words, step)
             key = step * PARTS + part
-            last_seen = self._seen.read_value()[replica]
-            is_new = key > last_seen
 
-            def take() -> tf.Tensor:
+            def take(last_seen: tf.Tensor) -> tf.Tensor:
                 noted = [] if self._sync else [self.missing_updates.note(replica, key, last_seen)]
                 with tf.control_dependencies(noted):
                     seen = tf.raw_ops.ResourceScatterUpdate(
@@ -221,8 +219,11 @@ class TableShard:
                     )
 
             def locked() -> tf.Tensor:
-                # One that comes again, as its answer was lost, has been taken.
-                return tf.cond(is_new, take, self.version.read_value)
+                # One that comes again, as its answer was lost or late, has been taken, or is taken
+                # while this one waits.
+                last_seen = self._seen.read_value()[replica]
+                is_new = key > last_seen
+                return tf.cond(is_new, lambda: take(last_seen), self.version.read_value)
 
             return self._lock.execute(locked)
 
