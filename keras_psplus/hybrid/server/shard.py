@@ -222,8 +222,7 @@ class TableShard:
                 # One that comes again, as its answer was lost or late, has been taken, or is taken
                 # while this one waits.
                 last_seen = self._seen.read_value()[replica]
-                is_new = key > last_seen
-                return tf.cond(is_new, lambda: take(last_seen), self.version.read_value)
+                return tf.cond(key > last_seen, lambda: take(last_seen), self.version.read_value)
 
             return self._lock.execute(locked)
 
