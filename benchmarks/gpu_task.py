@@ -95,10 +95,9 @@ def fit(options):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = _MODELS[options.model](width)
         optimizer = keras.optimizers.get(options.optimizer)
-        # Small enough for a transformer, whose losses are to be compared.
-        optimizer.learning_rate = (
-            0.01 if options.optimizer == "sgd" and options.model != "transformer" else 0.001
-        )
+        # Larger ones make a transformer's losses, which are compared, jump.
+        is_small = options.optimizer != "sgd" or options.model == "transformer"
+        optimizer.learning_rate = 0.001 if is_small else 0.01
         if options.policy == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         jit = {"auto": "auto", "yes": True, "no": False}[options.jit]

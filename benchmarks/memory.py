@@ -86,17 +86,8 @@ def task(kind, width, depth, steps, workers):
 def measure(kind, args):
     """Results of all workers of one kind."""
     workers = 1 if kind == "none" else args.workers
-    values = (
-        "--width",
-        args.width,
-        "--layers",
-        args.layers,
-        "--steps",
-        args.steps,
-        "--workers",
-        args.workers,
-    )
-    command = [sys.executable, __file__, "--task", kind, *map(str, values)]
+    values = [f"--{name}={getattr(args, name)}" for name in ("width", "layers", "steps", "workers")]
+    command = [sys.executable, __file__, "--task", kind, *values]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     environment |= dict(one.split("=", 1) for one in args.env)
     with tempfile.TemporaryDirectory() as log_dir:

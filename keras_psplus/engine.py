@@ -19,6 +19,7 @@ class LoggingEngine(AllReduceEngine):
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -68,6 +69,12 @@ class Call:
         """
         place = self.parameters.index(name) if name in self.parameters else len(self.args)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments that the caller has given, by their names."""
+        signature = inspect.signature(self.original)
+        return dict(signature.bind(self.owner, *self.args, **self.kwargs).arguments)
 
     def changed(self, **arguments: Any) -> Call:
         """The same call with other arguments, by their names."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,9 +28,8 @@ class OneReplicaEngine(StrategyEngine):
 
     @answers("compile")
     def _compile(self, call: Call) -> Any:
-        bound = inspect.signature(call.original).bind(call.owner, *call.args, **call.kwargs)
         result = call.proceed()
-        self.resolve_auto_jit(call.owner, bound.arguments.get("jit_compile", "auto"))
+        self.resolve_auto_jit(call.owner, call.arguments.get("jit_compile", "auto"))
         return result
 
     # In a cluster of one, data come in the order in which more workers would read them, so that a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import warnings
 import weakref
@@ -64,8 +63,7 @@ class DistributedEngine(StrategyEngine):
     @answers("compile")
     def _compile(self, call: Call) -> Any:
         model = call.owner
-        bound = inspect.signature(call.original).bind(model, *call.args, **call.kwargs)
-        arguments = bound.arguments
+        arguments = call.arguments
         checks.check_compile_arguments(
             *(self.strategy, model, arguments),
             *(self.can_run_eagerly, self.can_compile, self.jit_blocks),
