@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_psplus.tables import policies
 from keras_psplus.tables.expiry import Clock, Expiry
 from keras_psplus.tables.keys import BLOCKS, blocks_of, mix, mixed, streams, uniform
+from keras_psplus.tables.rows.graphs import places_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
 
 _INT = tf.int32
@@ -61,14 +62,13 @@ class _Counting(Admission):
         before = self.candidates.meta(tf.maximum(rows, 0))[:, FREQUENCY]
         counts = tf.where(known, before, 0) + 1
         admitted = counts >= self._config["n"]
-        self.candidates.remove(tf.boolean_mask(rows, known & admitted))
-        waits = known & ~admitted
-        self.candidates.frozen.keep(tf.boolean_mask(rows, waits))
+        self.candidates.remove(tf.gather(rows, places_of(known & admitted)))
+        wait = places_of(known & ~admitted)
+        waiting = tf.gather(rows, wait)
+        self.candidates.keep(waiting)
         now, seconds = self._clock.step() + 1, tf.cast(tf.timestamp(), _INT)
-        self.candidates.note(
-            tf.boolean_mask(rows, waits), tf.boolean_mask(counts, waits), now, seconds
-        )
-        new = tf.boolean_mask(keys, ~known & ~admitted)
+        self.candidates.note(waiting, tf.gather(counts, wait), now, seconds)
+        new = tf.gather(keys, places_of(~known & ~admitted))
         meta = tf.stack([tf.constant(1), now, seconds])
         self.candidates.add(new, tf.tile(meta[tf.newaxis], [tf.size(new), 1]))
         self._expiry.sweep(self.candidates, "candidates")

@@ -4,7 +4,6 @@ A row that was not used for so many steps counts as gone at once, for all who as
 free when the sweep comes by. So a table does not depend on how its rows are laid out.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +11,7 @@ import tensorflow as tf
 from keras_psplus.tables import policies
 from keras_psplus.tables.keys import FREE, mixed
 from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows
+from keras_psplus.tables.rows.graphs import places_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, LAST, SEEN, KeyRows
 
 _INT, _LONG = tf.int32, tf.int64
@@ -104,16 +104,16 @@ class Expiry:
         if self._unused is None:
             return rows
         living = self.living(key_rows, rows)
-        late = tf.boolean_mask(rows, living < rows)
-        _unless_empty(late, lambda: key_rows.remove(late))
+        late = tf.gather(rows, places_of(living < rows))
+        key_rows.remove(late)
         return living
 
     def after_update(self, key_rows: KeyRows, rows: tf.Tensor, weights: ChunkedRows) -> None:
         """Removes rows that an update has made too small, and rows above the capacity."""
         if self._norm is not None:
             squares = tf.reduce_sum(tf.square(weights.sparse_read(rows)), 1)
-            small = tf.boolean_mask(rows, squares < self._norm["below"] ** 2)
-            _unless_empty(small, lambda: key_rows.remove(small))
+            small = tf.gather(rows, places_of(squares < self._norm["below"] ** 2))
+            key_rows.remove(small)
         if self._share is not None:
             over = key_rows.count() - self._share
             tf.cond(over > 0, lambda: self._remove_first(key_rows, over), lambda: 0)
@@ -124,14 +124,14 @@ class Expiry:
             return
         rows = self._window(key_rows, what, _SWEPT)
         has_key = tf.not_equal(key_rows.keys(rows), FREE)
-        dead = tf.boolean_mask(rows, tf.logical_and(has_key, self._is_dead(key_rows, rows)))
-        _unless_empty(dead, lambda: key_rows.remove(dead))
+        dead = places_of(tf.logical_and(has_key, self._is_dead(key_rows, rows)))
+        key_rows.remove(tf.gather(rows, dead))
 
     def _remove_first(self, key_rows: KeyRows, over: tf.Tensor) -> int:
         rows = self._window(key_rows, "capacity", _WINDOW)
         keys = key_rows.keys(rows)
-        has_key = tf.not_equal(keys, FREE)
-        rows, keys = (tf.boolean_mask(of, has_key) for of in (rows, keys))
+        have_key = places_of(tf.not_equal(keys, FREE))
+        rows, keys = (tf.gather(of, have_key) for of in (rows, keys))
         meta = key_rows.meta(rows)
         # Among equals, the order of the keys' hashes.
         tie = tf.bitcast(mixed(keys), _LONG)
@@ -150,11 +150,3 @@ class Expiry:
         last = tf.minimum(first + most, end)
         cursor.assign(last, read_value=False)
         return tf.range(first, last)
-
-
-def _unless_empty(rows: tf.Tensor, remove: Callable[[], None]) -> None:
-    def some() -> int:
-        remove()
-        return 0
-
-    tf.cond(tf.size(rows) > 0, some, lambda: 0)

@@ -14,7 +14,8 @@ import tensorflow as tf
 from keras_psplus.tables import admission, changes, initial_rows
 from keras_psplus.tables.expiry import Clock, Expiry
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import ChunkedRows, traced_once
+from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.graphs import places_of, traced_once
 from keras_psplus.tables.rows.index import hashes_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
 from keras_psplus.tables.rows.removal_log import BACKUPS, PUBLISHING
@@ -85,7 +86,7 @@ class RowStore:
                 self._start_slots(tf.range(first, min(first + _CHUNK, rows)))
 
     def _make_column(self) -> ChunkedRows:
-        return ChunkedRows(self.dim, tf.float32, is_new=lambda: self.clock.step() < 1)
+        return ChunkedRows(self.dim, tf.float32)
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         """Rows of keys, and what there is in place of those that are missing.
@@ -159,11 +160,11 @@ class RowStore:
             rows, gradient, was_there = tf.cond(
                 tf.reduce_all(has_row),
                 lambda: of_rows,
-                lambda: tuple(tf.boolean_mask(of, has_row) for of in of_rows),
+                lambda: _gathered(of_rows, places_of(has_row)),
             )
         rows = tf.ensure_shape(rows, [None])
-        with tf.control_dependencies([key_rows.frozen.keep(rows, was_there)]):
-            done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
+        key_rows.keep(tf.gather(rows, places_of(was_there)))
+        done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
         with tf.control_dependencies([done]):
             frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)
             now, seconds = self.clock.step() + 1, tf.cast(tf.timestamp(), _INT)
@@ -177,7 +178,7 @@ class RowStore:
         missing = tf.cast(tf.where(rows < 0)[:, 0], _INT)
         keys, hashes = tf.gather(keys, missing), tf.gather(hashes, missing)
         admitted, counts = self.admission.admit(keys, hashes)
-        keys, counts, missing = (tf.boolean_mask(of, admitted) for of in (keys, counts, missing))
+        keys, counts, missing = _gathered((keys, counts, missing), places_of(admitted))
         meta = tf.pad(counts[:, tf.newaxis], [[0, 0], [0, 2]])
         made = self.key_rows.add(keys, meta)
         self.weights.write(made, self._initial(keys))
@@ -222,7 +223,7 @@ class RowStore:
         rows = tf.range(first, end)
         step, seconds = tf.unstack(tf.cast(since, _INT))
         lives, died = self._expiry.changed(self.key_rows, rows, step, seconds)
-        found = tf.boolean_mask(rows, tf.logical_or(lives, died))
+        found = tf.gather(rows, places_of(tf.logical_or(lives, died)))
         end = tf.cond(tf.size(found) > most, lambda: found[most], lambda: end)
         found = found[:most]
         lives = tf.gather(lives, found - first)
@@ -339,3 +340,7 @@ class RowStore:
         own = self.admission.filter
         if own is not None and blocks.size == own.shape[0]:
             own.assign(blocks.reshape(-1))
+
+
+def _gathered(tensors: tuple[tf.Tensor, ...], places: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    return tuple(tf.gather(tensor, places) for tensor in tensors)

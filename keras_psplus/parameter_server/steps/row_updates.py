@@ -15,7 +15,7 @@ from keras_psplus.parameter_server.scheduling.workers import WorkerCalls
 from keras_psplus.parameter_server.tracing import remote
 from keras_psplus.parameter_server.transport.dynamic_table import PlacedTable
 from keras_psplus.tables.local import outside
-from keras_psplus.tables.rows.chunks import traced
+from keras_psplus.tables.rows.graphs import traced
 
 _numbers = itertools.count(1)
 

@@ -21,7 +21,7 @@ from keras_psplus.parameter_server.tracing.worker_function import current_trace
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside
-from keras_psplus.tables.rows.chunks import traced
+from keras_psplus.tables.rows.graphs import traced
 from keras_psplus.tables.store import RowStore
 
 _LONG, _FLOAT = tf.int64, tf.float32

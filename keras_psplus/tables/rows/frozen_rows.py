@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.graphs import places_of
 
 _INT, _LONG = tf.int32, tf.int64
 _CLOSED = _INT.max
@@ -73,31 +74,25 @@ class FrozenRows:
         self._moment.assign_add(1, read_value=False)
         return self._of.next.read_value()
 
-    def keep(self, rows: tf.Tensor, counts: tf.Tensor | None = None) -> tf.Tensor:
-        """Keeps those of some rows, about to change, that are not read yet.
+    def keep(self, rows: tf.Tensor) -> None:
+        """Keeps those of an int32 vector of rows, about to change, that are not read yet."""
+        cursor = self._cursor.read_value()
+        tf.cond(cursor < _CLOSED, lambda: self._keep(rows, cursor), lambda: 0)
 
-        Args:
-            rows: int32 vector.
-            counts: Which of them there are to keep; None for all.
-        """
-        cursor, nothing = self._cursor.read_value(), tf.constant(0, _INT)
-        return tf.cond(cursor < _CLOSED, lambda: self._keep(rows, counts, cursor), lambda: nothing)
+    def _keep(self, rows: tf.Tensor, cursor: tf.Tensor) -> int:
+        rows = tf.gather(rows, places_of(tf.logical_and(rows >= cursor, self._counts(rows))))
 
-    def _keep(self, rows: tf.Tensor, counts: tf.Tensor | None, cursor: tf.Tensor) -> tf.Tensor:
-        kept = tf.logical_and(rows >= cursor, self._counts(rows))
-        rows = tf.boolean_mask(rows, kept if counts is None else tf.logical_and(kept, counts))
+        def put() -> int:
+            self._kept.enqueue((self._moment.read_value(), *self._contents(rows)))
+            return 0
 
-        def put() -> tf.Tensor:
-            kept = self._moment.read_value(), *self._contents(rows)
-            with tf.control_dependencies([self._kept.enqueue(kept)]):
-                return tf.size(rows)
-
-        return tf.cond(tf.size(rows) > 0, put, lambda: 0)
+        tf.cond(tf.size(rows) > 0, put, lambda: 0)
+        return 0
 
     def read(self, first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Reads a range of rows, the next one; returns those that count."""
         rows = tf.range(first, end)
-        found = self._contents(tf.boolean_mask(rows, self._counts(rows)))
+        found = self._contents(tf.gather(rows, places_of(self._counts(rows))))
         with tf.control_dependencies(found):
             self._cursor.assign(end, read_value=False)
         return found

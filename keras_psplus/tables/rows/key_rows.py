@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows, traced_once
+from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows
 from keras_psplus.tables.rows.frozen_rows import FrozenRows
+from keras_psplus.tables.rows.graphs import places_of, traced_once
 from keras_psplus.tables.rows.index import KeyIndex, hashes_of
 from keras_psplus.tables.rows.removal_log import RemovalLog
 
@@ -38,8 +39,7 @@ class KeyRows:
         self._name, self._update = name, update
         self.index, self.log, self.frozen = KeyIndex(), RemovalLog(), FrozenRows(self)
         self._keys, self._meta, self._free = (
-            ChunkedRows(columns, dtype, is_new=lambda: update() <= 1)
-            for columns, dtype in ((1, _LONG), (3, _INT), (1, _INT))
+            ChunkedRows(columns, dtype) for columns, dtype in ((1, _LONG), (3, _INT), (1, _INT))
         )
         with tf.init_scope():
             self.next, self._free_count = (
@@ -50,7 +50,9 @@ class KeyRows:
     def set_others(self, others: Iterable[ChunkedRows]) -> None:
         """Sets the columns beside the keys."""
         self.others = list(others)
-        self._remove_rows = traced_once(self._remove, tf.TensorSpec([None], _INT))
+        rows = tf.TensorSpec([None], _INT)
+        self._remove_rows = traced_once(self._remove_unless_empty, rows)
+        self._keep_rows = traced_once(self.frozen.keep, rows)
 
     def count(self) -> tf.Tensor:
         """int32 scalar, how many rows have a key."""
@@ -95,21 +97,29 @@ class KeyRows:
         """Takes distinct rows from their keys."""
         self._remove_rows(rows)
 
+    def keep(self, rows: tf.Tensor) -> None:
+        """Has `frozen` keep rows that are about to change."""
+        self._keep_rows(rows)
+
     def remove_keys(self, keys: tf.Tensor) -> None:
         """Takes the rows from those of some distinct keys that have one."""
         rows = self.index.find(hashes_of(keys))
-        self.remove(tf.boolean_mask(rows, rows >= 0))
+        self.remove(tf.gather(rows, places_of(rows >= 0)))
 
-    def _remove(self, rows: tf.Tensor) -> tf.Tensor:
+    def _remove_unless_empty(self, rows: tf.Tensor) -> None:
+        tf.cond(tf.size(rows) > 0, lambda: self._remove(rows), lambda: 0)
+
+    def _remove(self, rows: tf.Tensor) -> int:
         keys = self.keys(rows)
         self.log.note(keys, self._update())
         self.index.remove(hashes_of(keys))
         count, free = tf.size(rows), self._free_count.read_value()
-        with tf.control_dependencies([self.frozen.keep(rows)]):
-            self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
+        self.keep(rows)
+        self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
         self._free.allocate(free + count)
         self._free.write(tf.range(free, free + count), rows[:, tf.newaxis])
-        return self._free_count.assign_add(count, read_value=True)
+        self._free_count.assign_add(count, read_value=False)
+        return 0
 
     def clear(self) -> None:
         """Removes all."""

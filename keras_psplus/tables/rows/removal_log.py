@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_psplus.tables.rows import chunks
 from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.rows.graphs import places_of
 
 _INT, _LONG = tf.int32, tf.int64
 # So that a message has them all.
@@ -78,9 +79,10 @@ class RemovalLog:
             self._read.read_value(), [[reader]], [tf.where(is_known, update, floor)]
         )
         floor = tf.reduce_min(read)
-        kept = tf.boolean_mask(removed, removed[:, 1] > floor)
+        kept = tf.gather(removed, places_of(removed[:, 1] > floor))
         with tf.control_dependencies([self._removed.write(tf.range(tf.shape(kept)[0]), kept)]):
             self._count.assign(tf.shape(kept)[0], read_value=False)
             self._floor.assign(floor, read_value=False)
             self._read.assign(read, read_value=False)
-        return is_known, tf.boolean_mask(kept[:, 0], tf.logical_and(is_known, kept[:, 1] > update))
+        after = places_of(tf.logical_and(is_known, kept[:, 1] > update))
+        return is_known, tf.gather(kept[:, 0], after)
