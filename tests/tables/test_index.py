@@ -1,6 +1,7 @@
 """Row numbers of keys, of which many come and go."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from keras_psplus.tables.rows import graphs, index
@@ -28,10 +29,15 @@ def test_keys_are_found_until_they_are_removed():
     np.testing.assert_array_equal(found.find(hashes), np.arange(KEYS))
 
 
-def test_marks_of_removed_keys_do_not_fill_a_part(monkeypatch):
+@pytest.mark.parametrize("few", [1 << 10, 1 << 18])
+def test_marks_of_removed_keys_do_not_fill_a_table(monkeypatch, few):
     monkeypatch.setattr(index, "_BUCKETS", 1 << 8)
-    # That of the module may have been traced before.
+    monkeypatch.setattr(index, "_FEW", few)
+    # Those of the module may have been traced before.
+    tables = index._are_many, index._handles
+    insert = graphs.traced_once(index._insert, index._hashes, index._rows, *tables)
     rewrite = graphs.traced_once(index._rewrite, index._counts, index._counts, index._handles)
+    monkeypatch.setattr(index, "_insert_all", insert)
     monkeypatch.setattr(index, "_rewrite_all", rewrite)
     found, written = index.KeyIndex(), 0
     count, some = 12_000, 400
@@ -49,4 +55,5 @@ def test_marks_of_removed_keys_do_not_fill_a_part(monkeypatch):
         assert (found.find(missing).numpy() == -1).all()
     rows = np.arange(40 * some, count + 40 * some)
     np.testing.assert_array_equal(found.find(hashes[40 * some :]), rows)
-    assert written > 40
+    assert written > (40 if few < count else 2)
+    assert bool(found._are_many) == (few < count)
