@@ -215,9 +215,10 @@ def _size(shape: Sequence[int], compression: str | None) -> float:
 def _gathered(shard: str | None, work: Work, workers: int) -> float:
     """Bytes of whole values that workers which share them gather beyond what all-reduce sends.
 
-    A reduce-scatter and one gather are an all-reduce, but rows of tables are not summed so.
+    A reduce-scatter and one gather are an all-reduce, but rows of tables are not summed so. The
+    second gather is of what backward needs, and no tables.
     """
-    dense, tables = {None: (0, 0), "optimizer": (0, 1), "all": (1, 2)}[shard]
+    dense, tables = {None: (0, 0), "optimizer": (0, 1), "all": (1, 1)}[shard]
     elements = dense * work.elements + tables * work.table_elements
     return (workers - 1) / workers * WORD * elements
 

@@ -18,7 +18,7 @@ from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger
-from keras_psplus.sharding import clipping, sums
+from keras_psplus.sharding import sums
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.plan import OptimizerPlan
 from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
@@ -251,7 +251,7 @@ class ShardedEngine(AllReduceEngine):
             if not place.is_everywhere and self._is_part(g)
         ]
         dtype = variables[0].dtype
-        clipped = clipping.by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
+        clipped = sums.clipped_by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
         return self._cut_if_dense(grads, clipped, places)
 
     def _is_part(self, gradient: Any) -> bool:

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus import text_table
+from keras_psplus.core.graph.model_segments import nodes_in_order
 from keras_psplus.core.models.units import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
@@ -79,14 +80,20 @@ class FullyShardedEngine(ShardedEngine):
 
     @answers("call_layer")
     def _call_layer(self, call: Call) -> Any:
-        layer = call.owner
         weights: list[WeightShare] = []
-        if not (self.units.is_in_call or tf.executing_eagerly()) and is_unit(layer):
-            values = {id(variable._value): variable._value for variable in layer.variables}
-            weights = [one for one in values.values() if isinstance(one, WeightShare)]
+        if not (self.units.is_in_call or tf.executing_eagerly()):
+            weights = _weights_of_unit(call.owner)
         if not weights:
             return super()._call_layer(call)
         return self.units.call(weights, super()._call_layer, call)
+
+    @answers("run_graph")
+    def _run_graph(self, call: Call) -> Any:
+        if self.units.is_in_call or tf.executing_eagerly():
+            return super()._run_graph(call)
+        layers = [node.operation for node in nodes_in_order(call.owner)]
+        with self.units.following([w for w in map(_weights_of_unit, layers) if w]):
+            return super()._run_graph(call)
 
     def gradient(self, call: Call) -> Any:
         def regathering(*args: Any, **kwargs: Any) -> Any:
@@ -122,6 +129,14 @@ class FullyShardedEngine(ShardedEngine):
         for variable, place, target in zip(variables, places, targets):
             if place.is_everywhere and isinstance(target, WholeWeight):
                 variable._value.assign(target.value())
+
+
+def _weights_of_unit(layer: Any) -> list[WeightShare]:
+    """Weights in shares of a layer that is a unit, each once."""
+    if not (isinstance(layer, keras.Layer) and is_unit(layer)):
+        return []
+    values = {id(variable._value): variable._value for variable in layer.variables}
+    return [one for one in values.values() if isinstance(one, WeightShare)]
 
 
 def _is_cut(variable: keras.Variable) -> bool:

@@ -7,16 +7,18 @@ gathering started by what is in brackets:
     forward     gather 1 [-]    gather 2 [-]     gather 3 [inputs of 2]
     backward    gather 3, gather 2 [gradient of 3's outputs]     gather 1 [gradient of 2's]
 
-TensorFlow begins all that waits for nothing, and would gather the whole model at once. The second
-gathering takes the place of the first in the operations of backward, which then is no longer
-needed when forward is done.
+TensorFlow begins all that waits for nothing, and would gather the whole model at once. Small units
+that a functional model calls one after the other are a group, which is gathered together: by itself
+each would cost more than its bytes. The second gathering takes the place of the first in the
+operations of backward, which then is no longer needed when forward is done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -29,6 +31,7 @@ from keras_psplus.core.batch.traffic import TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
+from keras_psplus.sharding.unit_calls import Backward, UnitCall, UnitGroup, reaches
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 from keras_psplus.updates.values import numbers_of
 
@@ -37,89 +40,10 @@ if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import WeightShare
 
-_CONTROL_FLOW = (
-    control_flow_func_graphs.CondBranchFuncGraph,
-    control_flow_func_graphs.WhileBodyFuncGraph,
-    control_flow_func_graphs.WhileCondFuncGraph,
-)
-# Units that are gathered before they are needed.
+# Groups that are gathered before they are needed.
 _AHEAD = 1
-
-
-class UnitCall:
-    """One call of a unit in a step.
-
-    Args:
-        weights: The unit's `WeightShare`s, each once.
-        number: Number of the call in its step.
-    """
-
-    def __init__(self, weights: Sequence[WeightShare], inputs: list[Any], number: int) -> None:
-        self.weights, self.inputs, self.number = weights, inputs, number
-        self.graph = framework_ops.get_default_graph()
-        self.wholes: list[tf.Tensor] = []
-        self.is_recorded = False
-        # Whether the step has changed some of the weights since.
-        self.is_stale = False
-        # Operations of weights alone, such as casts, in order.
-        self._derived: list[tf.Operation] = []
-
-    def note_derived(self, operations: Iterable[tf.Operation]) -> None:
-        """Notes which of the call's operations compute with nothing but weights."""
-        made = {whole.name for whole in self.wholes}
-        for op in operations:
-            names = [one.name for one in op.inputs]
-            if op._is_stateful or op.control_inputs or made.isdisjoint(names):
-                continue
-            if all(n in made or one.op.type == "Const" for n, one in zip(names, op.inputs)):
-                self._derived.append(op)
-                made.update(output.name for output in op.outputs)
-
-    def replacements(self, again: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Tensors by the names of those whose places they take, of the second gathering."""
-        found = {old.name: new for old, new in zip(self.wholes, again)}
-        for op in self._derived:
-            attributes = op.node_def.attr
-            copy = self.graph.create_op(
-                op.type,
-                [found.get(one.name, one) for one in op.inputs],
-                [output.dtype for output in op.outputs],
-                attrs={name: attributes[name] for name in attributes},
-            )
-            found.update({old.name: new for old, new in zip(op.outputs, copy.outputs)})
-        return found
-
-
-class Backward:
-    """The second gatherings of one call of a tape."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, list[tf.Tensor]] = {}
-        self.of_weight: dict[int, tf.Tensor] = {}
-        # Replacements for operations that are made after so many.
-        self._replacements: list[tuple[int, dict[str, tf.Tensor]]] = []
-        self._graph = framework_ops.get_default_graph()
-
-    def add(self, call: UnitCall, again: list[tf.Tensor]) -> None:
-        """Notes what a unit has gathered once more."""
-        self.found[id(call)] = again
-        self.of_weight.update({id(w): one for w, one in zip(call.weights, again)})
-        replacements = call.replacements(again)
-        self._replacements.append((len(self._graph.get_operations()), replacements))
-
-    def redirect(self) -> None:
-        """Has operations of backward compute with the second gatherings."""
-        if not self._replacements:
-            return
-        operations, known = self._graph.get_operations(), dict[str, tf.Tensor]()
-        # What was made before a gathering keeps to the first: it may come before its reasons.
-        ends = [number for number, _ in self._replacements[1:]] + [len(operations)]
-        for (begin, replacements), end in zip(self._replacements, ends):
-            known.update(replacements)
-            for op in operations[begin:end]:
-                for i, one in enumerate(op.inputs):
-                    if one.name in known:
-                        op._update_input(i, known[one.name])
+# Size up to which units share a group.
+_GROUP_BYTES = 1 << 20
 
 
 class Units:
@@ -137,7 +61,9 @@ class Units:
     ) -> None:
         self._compressor = compressor
         self._route, self._bucket_bytes, self._frees = route, bucket_bytes, frees
-        self._calls: weakref.WeakKeyDictionary[Any, list[UnitCall]] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Any, list[UnitGroup]] = weakref.WeakKeyDictionary()
+        # Weights of the units that a model is about to call, in order.
+        self._following: list[list[WeightShare]] = []
         self._call: UnitCall | None = None
         self._now: dict[int, tf.Tensor] = {}
         self._backwards: list[Backward] = []
@@ -172,9 +98,20 @@ class Units:
             self._written.setdefault(graph, set()).add(id(weight))
             graph = getattr(graph, "outer_graph", None)
         step = current_step()
-        for call in () if step is None else self._calls.get(step, ()):
-            # Backward is that of the values with which forward has computed.
-            call.is_stale |= any(one is weight for one in call.weights)
+        for group in () if step is None else self._groups.get(step, ()):
+            group.wholes.pop(id(weight), None)
+            for call in group.calls:
+                # Backward is that of the values with which forward has computed.
+                call.is_stale |= any(one is weight for one in call.weights)
+
+    @contextlib.contextmanager
+    def following(self, units: Sequence[list[WeightShare]]) -> Iterator[None]:
+        """Context in which units are called, of which these are the weights, in this order."""
+        before, self._following = self._following, list(units)
+        try:
+            yield
+        finally:
+            self._following = before
 
     def call(
         self, weights: Sequence[WeightShare], proceed: Callable[[Call], Any], of_layer: Call
@@ -185,12 +122,12 @@ class Units:
             weights: Its weights, each once.
             proceed: Function that makes the call.
         """
-        calls = self._calls.setdefault(current_step(), [])
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]
-        call = UnitCall(weights, inputs, len(calls))
-        call.wholes = self._gather_to_compute(weights, self._reasons(calls))
-        calls.append(call)
+        group = self._group_of(weights)
+        wholes = [group.wholes[id(one)] for one in weights]
+        call = UnitCall(weights, wholes, inputs)
+        group.calls.append(call)
         before = len(call.graph.get_operations())
         self._call, self._now = call, {id(w): one for w, one in zip(weights, call.wholes)}
         try:
@@ -201,13 +138,40 @@ class Units:
         if not (self._frees and is_in_step and record.could_possibly_record()):
             return outputs
         call.note_derived(call.graph.get_operations()[before:])
-        return self._gated(call, outputs)
+        return self._gated(group, call, outputs)
 
-    def _reasons(self, calls: list[UnitCall]) -> Sequence[tf.Tensor]:
-        """Tensors that the gathering of a call waits for."""
-        return [*calls[-_AHEAD].inputs, *calls[-1].wholes] if len(calls) >= _AHEAD else ()
+    def _group_of(self, weights: Sequence[WeightShare]) -> UnitGroup:
+        """The group of the unit that is called now: the last one, or one that is gathered now."""
+        groups = self._groups.setdefault(current_step(), [])
+        together = self._take_following(weights)
+        if groups and groups[-1].find(weights):
+            return groups[-1]
+        reasons: list[tf.Tensor] = []
+        if len(groups) >= _AHEAD:
+            reasons = [*groups[-_AHEAD].calls[0].inputs, *groups[-1].wholes.values()]
+        every = list({id(one): one for unit in together for one in unit}.values())
+        wholes = self._gather_to_compute(every, reasons)
+        groups.append(UnitGroup({id(w): one for w, one in zip(every, wholes)}, len(groups)))
+        return groups[-1]
 
-    def _gated(self, call: UnitCall, outputs: Any) -> Any:
+    def _take_following(self, weights: Sequence[WeightShare]) -> list[Sequence[WeightShare]]:
+        """Weights of a unit that is called now, and of those behind it that are small."""
+        own = {id(one) for one in weights}
+        together: list[Sequence[WeightShare]] = [weights]
+        units = self._following
+        place = next((i for i, unit in enumerate(units) if {id(w) for w in unit} == own), None)
+        if place is None:
+            return together
+        self._following = units[place + 1 :]
+        left = min(_GROUP_BYTES, self._bucket_bytes) - _bytes_of(weights)
+        for unit in self._following:
+            left -= _bytes_of(unit)
+            if left < 0:
+                break
+            together.append(unit)
+        return together
+
+    def _gated(self, group: UnitGroup, call: UnitCall, outputs: Any) -> Any:
         """Outputs whose gradients have the unit's weights gathered once more."""
         inside = list(
             {id(leaf): leaf for leaf in tree.flatten(outputs) if _has_gradient(leaf)}.values()
@@ -221,7 +185,7 @@ class Units:
                 set_keras_mask(new, get_keras_mask(old))
 
         def gradient(*grads: Any) -> tuple[Any, ...]:
-            self._arrive(call, [one for one in grads if one is not None])
+            self._arrive(group, call, [one for one in grads if one is not None])
             return grads
 
         record.record_operation("ShardedUnit", outside, inside, gradient)
@@ -229,17 +193,24 @@ class Units:
         pairs = {id(old): new for old, new in zip(inside, outside)}
         return tree.map_structure(lambda leaf: pairs.get(id(leaf), leaf), outputs)
 
-    def _arrive(self, call: UnitCall, grads: list[Any]) -> None:
+    def _arrive(self, group: UnitGroup, call: UnitCall, grads: list[Any]) -> None:
         """Gathers weights once more, as the gradients of a unit's outputs have come."""
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
         backward, reasons = self._backwards[-1], numbers_of(grads)
-        calls = self._calls.get(current_step(), [call])
-        for one in reversed(calls[max(0, call.number - _AHEAD) : call.number + 1]):
-            may = one.graph is call.graph and one.is_recorded and not one.is_stale
-            if may and id(one) not in backward.found:
-                backward.add(one, self._gather(one.weights, reasons))
-            reasons = [*reasons, *backward.found.get(id(one), ())]
+        groups = self._groups.get(current_step(), [group])
+        for some in reversed(groups[max(0, group.number - _AHEAD) : group.number + 1]):
+            calls = [one for one in some.calls if one.graph is call.graph and one.is_recorded]
+            calls = [one for one in calls if not (one.is_stale or id(one) in backward.found)]
+            # The last one's are still there: its backward comes next.
+            is_last = some.number == len(groups) - 1
+            needed = {id(one): [] if is_last else one.of_backward() for one in calls}
+            weights = {id(w): w for one in calls for w in (one.weights[i] for i in needed[id(one)])}
+            again = dict(zip(weights, self._gather([*weights.values()], reasons)))
+            for one in calls:
+                backward.add(one, {i: again[id(one.weights[i])] for i in needed[id(one)]})
+            found = [backward.found.get(id(one), {}) for one in some.calls]
+            reasons = [*reasons, *(whole for one in found for whole in one.values())]
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -325,14 +296,8 @@ def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
     return read
 
 
-def reaches(home: tf.Graph) -> bool:
-    """Whether the graph is of branches or loops of another, and no function."""
-    graph = framework_ops.get_default_graph()
-    while graph is not home:
-        if not isinstance(graph, _CONTROL_FLOW):
-            return False
-        graph = graph.outer_graph
-    return True
+def _bytes_of(weights: Sequence[WeightShare]) -> int:
+    return sum(math.prod(one.shape) * one.dtype.size for one in weights)
 
 
 def _has_gradient(leaf: Any) -> bool:

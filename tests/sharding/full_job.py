@@ -290,17 +290,32 @@ def units(is_chief):
                 return
             own = [call for call in calls if call.graph is self._graph]
             later = {op.name for op in self._graph.get_operations()[self._replacements[0][0] :]}
-            users = {op.name for call in own for one in call.wholes for op in one.consumers()}
-            found.update(forward=len(own), backward=len(self.found), left=len(later & users))
+            again = [(call, i) for call in own for i in self.found[id(call)]]
+            users = {op.name for call, i in again for op in call.wholes[i].consumers()}
+            names = [call.weights[i].path.rpartition("/")[2] for call, i in again]
+            found.update(forward=len(own), backward=names, left=len(later & users))
+
+    groups = []
+
+    class Group(units_module.UnitGroup):
+        def __init__(self, *args):
+            super().__init__(*args)
+            groups.append(self)
 
     units_module.UnitCall, units_module.Backward = Call, Backward
+    units_module.UnitGroup = Group
     keras.utils.set_random_seed(3)
+    x = np.random.RandomState(1).randn(48, 7).astype("float32")
+    small = keras.Sequential([keras.Input((7,)), *(L.Dense(6) for _ in range(5))])
+    small.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    shares_job.fit(small, x, epochs=1)
+    together = [len(group.calls) for group in groups]
+    groups.clear()
     layers = [L.Dense(80, activation="tanh") for _ in range(3)]
     pair = Pair(*layers[:2])
     nested = psp.unit(keras.Sequential([layers[2], L.Dense(3)]))
     model = keras.Sequential([keras.Input((7,)), pair, nested])
     model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x = np.random.RandomState(1).randn(48, 7).astype("float32")
     before = tf.distribute.get_strategy().communication.wire_bytes
     shares_job.fit(model, x, epochs=1)
     wire = tf.distribute.get_strategy().communication.wire_bytes - before
@@ -309,14 +324,16 @@ def units(is_chief):
         time.sleep(0 if is_chief else 0.1)
         weight.assign(weight.numpy() * 0.5)
     alone = layers[0].kernel.numpy().sum() if is_chief else None
-    together = layers[0].kernel.numpy().sum()
+    both = layers[0].kernel.numpy().sum()
     weights = model.trainable_variables
     return found | {
+        "together": np.asarray(together),
+        "apart": np.asarray([len(group.calls) for group in groups]),
         "wire": np.asarray(wire / 6),
         "kept": np.asarray([one._value.part.shape.num_elements() for one in weights]),
         "whole": np.asarray([np.prod(one.shape) for one in weights]),
-        "read": together,
-        "read alone": together if alone is None else alone,
+        "read": both,
+        "read alone": both if alone is None else alone,
     }
 
 
