@@ -141,7 +141,7 @@ class Units:
         return self._gated(group, call, outputs)
 
     def _group_of(self, weights: Sequence[WeightShare]) -> UnitGroup:
-        """The group of the unit that is called now: the last one, or one that is gathered now."""
+        """The last group, if it has a unit's weights, or one that is gathered now."""
         groups = self._groups.setdefault(current_step(), [])
         together = self._take_following(weights)
         if groups and groups[-1].find(weights):
@@ -155,7 +155,7 @@ class Units:
         return groups[-1]
 
     def _take_following(self, weights: Sequence[WeightShare]) -> list[Sequence[WeightShare]]:
-        """Weights of a unit that is called now, and of those behind it that are small."""
+        """Weights of a unit that is called, and of small ones behind it."""
         own = {id(one) for one in weights}
         together: list[Sequence[WeightShare]] = [weights]
         units = self._following

@@ -99,7 +99,7 @@ def _functions(
         return [tf.dynamic_partition(of, chunks, len(starts)) for of in (inside, *others)]
 
     def chunks_of(handles: tf.Tensor, used: tf.Tensor) -> list[tf.Tensor]:
-        """Chunks, each of which may be read: for those without memory, the last that has it."""
+        """Chunks that may be read: the last with memory for those without."""
         return tf.unstack(tf.gather(handles, tf.minimum(tf.range(len(starts)), used - 1)))
 
     def read(rows: tf.Tensor, used: tf.Tensor, handles: tf.Tensor) -> tf.Tensor:

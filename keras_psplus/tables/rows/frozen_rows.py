@@ -75,7 +75,7 @@ class FrozenRows:
         return self._of.next.read_value()
 
     def keep(self, rows: tf.Tensor) -> None:
-        """Keeps those of an int32 vector of rows, about to change, that are not read yet."""
+        """Keeps those of some int32 rows, about to change, that are not read yet."""
         cursor = self._cursor.read_value()
         tf.cond(cursor < _CLOSED, lambda: self._keep(rows, cursor), lambda: 0)
 

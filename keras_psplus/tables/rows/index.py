@@ -120,7 +120,7 @@ def _insert(
 
 
 def _remove(hashes: tf.Tensor, are_many: tf.Tensor, tables: tf.Tensor) -> tf.Tensor:
-    """How many keys each table has lost."""
+    """Numbers of keys that each table has lost."""
 
     def remove(table: tf.Tensor, hashes: tf.Tensor) -> tf.Tensor:
         tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=hashes)
@@ -221,7 +221,7 @@ _rewrite_all = traced_once(_rewrite, _counts, _counts, _handles)
 
 
 def _no_keys() -> tf.Tensor:
-    """Hashes of what stands in a bucket that never had a key, and in one that had."""
+    """Hashes in buckets that never had a key, and in those that had."""
     return hashes_of(tf.constant([FREE, DELETED], _LONG))
 
 
