@@ -77,15 +77,23 @@ class UnitCall:
 
 
 class UnitGroup:
-    """Calls of units whose weights were gathered together.
+    """Calls of units that follow each other, whose weights backward gathers together.
 
     Args:
+        before: The group before it in a forward pass, if it is not the first.
+
+    Attributes:
+        is_last: Whether none comes behind it.
+        is_over: Whether its forward pass is.
         wholes: What was gathered, by ids of the weights.
-        number: Number of the group in its step.
+        size: Bytes of it.
     """
 
-    def __init__(self, wholes: dict[int, tf.Tensor], number: int) -> None:
-        self.wholes, self.number = wholes, number
+    def __init__(self, before: UnitGroup | None) -> None:
+        self.before, self.is_last, self.is_over = before, True, False
+        if before is not None:
+            before.is_last = False
+        self.size, self.wholes = 0, dict[int, tf.Tensor]()
         self.calls: list[UnitCall] = []
 
     def find(self, weights: Sequence[WeightShare]) -> list[tf.Tensor] | None:

@@ -8,9 +8,10 @@ gathering started by what is in brackets:
     backward    gather 3, gather 2 [gradient of 3's outputs]     gather 1 [gradient of 2's]
 
 TensorFlow begins all that waits for nothing, and would gather the whole model at once. Small units
-that a functional model calls one after the other are a group, which is gathered together: by itself
-each would cost more than its bytes. The second gathering takes the place of the first in the
-operations of backward, which then is no longer needed when forward is done.
+that follow each other are a group. It is gathered together in backward, and in forward if a
+functional model says what follows: by itself each unit would cost more than its bytes. The second
+gathering takes the place of the first in the operations of backward, which then is no longer needed
+when forward is done.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import WeightShare
 
-# Groups that are gathered before they are needed.
-_AHEAD = 1
 # Size up to which units share a group.
 _GROUP_BYTES = 1 << 20
 
@@ -70,6 +69,10 @@ class Units:
         # Ids of the weights that a graph's operations change, also by functions and branches.
         self._written: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self.traffic = TrafficVariables()
+
+    @property
+    def _most_together(self) -> int:
+        return min(_GROUP_BYTES, self._bucket_bytes)
 
     @property
     def is_in_call(self) -> bool:
@@ -146,12 +149,14 @@ class Units:
         together = self._take_following(weights)
         if groups and groups[-1].find(weights):
             return groups[-1]
-        reasons: list[tf.Tensor] = []
-        if len(groups) >= _AHEAD:
-            reasons = [*groups[-_AHEAD].calls[0].inputs, *groups[-1].wholes.values()]
         every = list({id(one): one for unit in together for one in unit}.values())
-        wholes = self._gather_to_compute(every, reasons)
-        groups.append(UnitGroup({id(w): one for w, one in zip(every, wholes)}, len(groups)))
+        before = groups[-1] if groups and not groups[-1].is_over else None
+        reasons = [*before.calls[0].inputs, *before.wholes.values()] if before else []
+        wholes, size = self._gather_to_compute(every, reasons), _bytes_of(every)
+        if before is None or before.size + size > self._most_together:
+            groups.append(UnitGroup(before))
+        groups[-1].wholes.update((id(w), one) for w, one in zip(every, wholes))
+        groups[-1].size += size
         return groups[-1]
 
     def _take_following(self, weights: Sequence[WeightShare]) -> list[Sequence[WeightShare]]:
@@ -163,7 +168,7 @@ class Units:
         if place is None:
             return together
         self._following = units[place + 1 :]
-        left = min(_GROUP_BYTES, self._bucket_bytes) - _bytes_of(weights)
+        left = self._most_together - _bytes_of(weights)
         for unit in self._following:
             left -= _bytes_of(unit)
             if left < 0:
@@ -198,13 +203,11 @@ class Units:
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
         backward, reasons = self._backwards[-1], numbers_of(grads)
-        groups = self._groups.get(current_step(), [group])
-        for some in reversed(groups[max(0, group.number - _AHEAD) : group.number + 1]):
+        for some in filter(None, (group, group.before)):
             calls = [one for one in some.calls if one.graph is call.graph and one.is_recorded]
             calls = [one for one in calls if not (one.is_stale or id(one) in backward.found)]
             # The last one's are still there: its backward comes next.
-            is_last = some.number == len(groups) - 1
-            needed = {id(one): [] if is_last else one.of_backward() for one in calls}
+            needed = {id(one): [] if some.is_last else one.of_backward() for one in calls}
             weights = {id(w): w for one in calls for w in (one.weights[i] for i in needed[id(one)])}
             again = dict(zip(weights, self._gather([*weights.values()], reasons)))
             for one in calls:
@@ -218,6 +221,8 @@ class Units:
         if tf.executing_eagerly() or not self._frees:
             yield
             return
+        for group in self._groups.get(current_step(), [])[-1:]:
+            group.is_over = True
         self._backwards.append(Backward())
         try:
             yield

@@ -34,11 +34,12 @@ def job(request, tmp_path_factory):
         cluster_that_goes_on(command, ENVIRONMENT, folder, ps=2) as cluster,
     ):
         chief = cluster.log_path("chief-0")
-        wait_for(chief, "batch 21.", seconds=400)
+        process = cluster.pids["chief-0"]
+        wait_for(chief, "batch 21.", 400, process)
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
-        wait_for(chief, "worker-1 was lost with batch")
+        wait_for(chief, "worker-1 was lost with batch", process=process)
         (folder / "file").touch()
-        wait_for(chief, "\nresult {")
+        wait_for(chief, "\nresult {", process=process)
     return folder, chief.read_text()
 
 
