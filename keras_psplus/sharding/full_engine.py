@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus import text_table
+from keras_psplus.core.graph.compiled_calls import have_weights
 from keras_psplus.core.graph.model_segments import nodes_in_order
 from keras_psplus.core.models.units import is_unit
 from keras_psplus.engine import Call, answers
@@ -92,7 +93,8 @@ class FullyShardedEngine(ShardedEngine):
         if self.units.is_in_call or tf.executing_eagerly():
             return super()._run_graph(call)
         layers = [node.operation for node in nodes_in_order(call.owner)]
-        with self.units.following([w for w in map(_weights_of_unit, layers) if w]):
+        # Of what has units inside, it is not known what it calls.
+        with self.units.following([_weights_of_unit(one) for one in layers if have_weights([one])]):
             return super()._run_graph(call)
 
     def gradient(self, call: Call) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,26 +81,66 @@ class UnitGroup:
     """Calls of units that follow each other, whose weights backward gathers together.
 
     Args:
-        before: The group before it in a forward pass, if it is not the first.
+        before: The group before it in the step, or None.
 
     Attributes:
         is_last: Whether none comes behind it.
-        is_over: Whether its forward pass is.
-        wholes: What was gathered, by ids of the weights.
-        size: Bytes of it.
+        is_over: Whether backward came behind it.
+        size: Bytes of its weights.
     """
 
     def __init__(self, before: UnitGroup | None) -> None:
-        self.before, self.is_last, self.is_over = before, True, False
+        self.before, self.is_last, self.is_over, self.size = before, True, False, 0
         if before is not None:
             before.is_last = False
-        self.size, self.wholes = 0, dict[int, tf.Tensor]()
         self.calls: list[UnitCall] = []
 
+    @property
+    def reasons(self) -> list[tf.Tensor]:
+        """Tensors that the next gathering waits for."""
+        first = self.calls[-1] if self.is_over else self.calls[0]
+        return [*first.inputs, *(one for call in self.calls for one in call.wholes)]
+
+
+class Plan:
+    """Units that a model is about to call, and what was gathered of them.
+
+    What a step changes is noted in its trace, so that none of it counts beyond the model's call.
+
+    Args:
+        units: Weights of each, in order; none where what follows is not known.
+    """
+
+    def __init__(self, units: Sequence[Sequence[WeightShare]]) -> None:
+        self._units, self._graph = list(units), framework_ops.get_default_graph()
+        self.wholes: dict[int, tf.Tensor] = {}
+
     def find(self, weights: Sequence[WeightShare]) -> list[tf.Tensor] | None:
-        """Wholes of weights, if it has all of them for the current graph."""
-        found = [self.wholes.get(id(one)) for one in weights]
-        return found if all(one is not None and reaches(one.graph) for one in found) else None
+        """Wholes of a unit's weights, if all of them are there."""
+        if framework_ops.get_default_graph() is not self._graph:
+            return None
+        found = [self.wholes[id(one)] for one in weights if id(one) in self.wholes]
+        return found if len(found) == len(weights) else None
+
+    def note(self, weights: Sequence[WeightShare], wholes: Sequence[tf.Tensor]) -> None:
+        """Notes what was gathered, for those to find that are called in the same graph."""
+        if framework_ops.get_default_graph() is self._graph:
+            self.wholes.update((id(w), one) for w, one in zip(weights, wholes))
+
+    def take(self, weights: Sequence[WeightShare], most: int) -> list[WeightShare]:
+        """Weights of a unit that is called, and of those behind it, up to so many bytes."""
+        own = {id(one) for one in weights}
+        place = next((i for i, unit in enumerate(self._units) if {*map(id, unit)} == own), None)
+        if place is None or framework_ops.get_default_graph() is not self._graph:
+            return [*weights]
+        self._units = self._units[place + 1 :]
+        together, left = [*weights], most - bytes_of(weights)
+        for unit in self._units:
+            left -= bytes_of(unit)
+            if not unit or left < 0:
+                break
+            together += unit
+        return [*{id(one): one for one in together}.values()]
 
 
 class Backward:
@@ -133,6 +174,11 @@ class Backward:
                 for i, one in enumerate(op.inputs):
                     if one.name in known:
                         op._update_input(i, known[one.name])
+
+
+def bytes_of(weights: Sequence[WeightShare]) -> int:
+    """Bytes of whole weights."""
+    return sum(math.prod(one.shape) * one.dtype.size for one in weights)
 
 
 def _is_needed(tensor: tf.Tensor) -> bool:

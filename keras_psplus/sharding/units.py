@@ -17,7 +17,6 @@ when forward is done.
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,14 @@ from keras_psplus.core.batch.traffic import TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
-from keras_psplus.sharding.unit_calls import Backward, UnitCall, UnitGroup, reaches
+from keras_psplus.sharding.unit_calls import (
+    Backward,
+    Plan,
+    UnitCall,
+    UnitGroup,
+    bytes_of,
+    reaches,
+)
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 from keras_psplus.updates.values import numbers_of
 
@@ -61,8 +67,7 @@ class Units:
         self._compressor = compressor
         self._route, self._bucket_bytes, self._frees = route, bucket_bytes, frees
         self._groups: weakref.WeakKeyDictionary[Any, list[UnitGroup]] = weakref.WeakKeyDictionary()
-        # Weights of the units that a model is about to call, in order.
-        self._following: list[list[WeightShare]] = []
+        self._plans: list[Plan] = []
         self._call: UnitCall | None = None
         self._now: dict[int, tf.Tensor] = {}
         self._backwards: list[Backward] = []
@@ -95,14 +100,14 @@ class Units:
         """Notes that a weight changes: what was gathered before no longer stands for it."""
         if tf.executing_eagerly():
             return
-        self._now.pop(id(weight), None)
+        for known in (self._now, *(plan.wholes for plan in self._plans)):
+            known.pop(id(weight), None)
         graph = framework_ops.get_default_graph()
         while graph is not None:
             self._written.setdefault(graph, set()).add(id(weight))
             graph = getattr(graph, "outer_graph", None)
         step = current_step()
         for group in () if step is None else self._groups.get(step, ()):
-            group.wholes.pop(id(weight), None)
             for call in group.calls:
                 # Backward is that of the values with which forward has computed.
                 call.is_stale |= any(one is weight for one in call.weights)
@@ -110,11 +115,11 @@ class Units:
     @contextlib.contextmanager
     def following(self, units: Sequence[list[WeightShare]]) -> Iterator[None]:
         """Context in which units are called, of which these are the weights, in this order."""
-        before, self._following = self._following, list(units)
+        self._plans.append(Plan(units))
         try:
             yield
         finally:
-            self._following = before
+            self._plans.pop()
 
     def call(
         self, weights: Sequence[WeightShare], proceed: Callable[[Call], Any], of_layer: Call
@@ -127,9 +132,13 @@ class Units:
         """
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]
-        group = self._group_of(weights)
-        wholes = [group.wholes[id(one)] for one in weights]
-        call = UnitCall(weights, wholes, inputs)
+        groups = self._groups.setdefault(current_step(), [])
+        last, size = groups[-1] if groups else None, bytes_of(weights)
+        call = UnitCall(weights, self._wholes_of(weights, last), inputs)
+        if last is None or last.is_over or last.size + size > self._most_together:
+            groups.append(UnitGroup(last))
+        group = groups[-1]
+        group.size += size
         group.calls.append(call)
         before = len(call.graph.get_operations())
         self._call, self._now = call, {id(w): one for w, one in zip(weights, call.wholes)}
@@ -143,38 +152,16 @@ class Units:
         call.note_derived(call.graph.get_operations()[before:])
         return self._gated(group, call, outputs)
 
-    def _group_of(self, weights: Sequence[WeightShare]) -> UnitGroup:
-        """The last group, if it has a unit's weights, or one that is gathered now."""
-        groups = self._groups.setdefault(current_step(), [])
-        together = self._take_following(weights)
-        if groups and groups[-1].find(weights):
-            return groups[-1]
-        every = list({id(one): one for unit in together for one in unit}.values())
-        before = groups[-1] if groups and not groups[-1].is_over else None
-        reasons = [*before.calls[0].inputs, *before.wholes.values()] if before else []
-        wholes, size = self._gather_to_compute(every, reasons), _bytes_of(every)
-        if before is None or before.size + size > self._most_together:
-            groups.append(UnitGroup(before))
-        groups[-1].wholes.update((id(w), one) for w, one in zip(every, wholes))
-        groups[-1].size += size
-        return groups[-1]
-
-    def _take_following(self, weights: Sequence[WeightShare]) -> list[Sequence[WeightShare]]:
-        """Weights of a unit that is called, and of small ones behind it."""
-        own = {id(one) for one in weights}
-        together: list[Sequence[WeightShare]] = [weights]
-        units = self._following
-        place = next((i for i, unit in enumerate(units) if {id(w) for w in unit} == own), None)
-        if place is None:
-            return together
-        self._following = units[place + 1 :]
-        left = self._most_together - _bytes_of(weights)
-        for unit in self._following:
-            left -= _bytes_of(unit)
-            if left < 0:
-                break
-            together.append(unit)
-        return together
+    def _wholes_of(self, weights: Sequence[WeightShare], last: UnitGroup | None) -> list[tf.Tensor]:
+        """Whole weights of a unit that is called: planned ones, or gathered now."""
+        plan = self._plans[-1] if self._plans else Plan([])
+        found = plan.find(weights)
+        if found is None:
+            together = plan.take(weights, self._most_together)
+            wholes = self._gather_to_compute(together, last.reasons if last else ())
+            found = wholes[: len(weights)]
+            plan.note(together, wholes)
+        return found
 
     def _gated(self, group: UnitGroup, call: UnitCall, outputs: Any) -> Any:
         """Outputs whose gradients have the unit's weights gathered once more."""
@@ -203,7 +190,8 @@ class Units:
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
         backward, reasons = self._backwards[-1], numbers_of(grads)
-        for some in filter(None, (group, group.before)):
+        before = [] if group.before is None or group.before.is_over else [group.before]
+        for some in (group, *before):
             calls = [one for one in some.calls if one.graph is call.graph and one.is_recorded]
             calls = [one for one in calls if not (one.is_stale or id(one) in backward.found)]
             # The last one's are still there: its backward comes next.
@@ -299,10 +287,6 @@ def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
     with record.stop_recording(), graph.gradient_override_map({"IdentityN": "ShardedRead"}):
         read: tf.Tensor = tf.raw_ops.IdentityN(input=[whole, weight.handle])[0]
     return read
-
-
-def _bytes_of(weights: Sequence[WeightShare]) -> int:
-    return sum(math.prod(one.shape) * one.dtype.size for one in weights)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -162,6 +162,34 @@ def penalty():
     return model
 
 
+class Repeating(keras.Model):
+    """A model whose step predicts before, between and after updates in a loop and a branch."""
+
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return 0
+
+    def train_step(self, data):
+        x, y = data
+        self.optimizer.build(self.trainable_variables)
+        first = self.compute_loss(y=y, y_pred=self(x))
+        tf.while_loop(lambda i: i < 2, lambda i: i + 1 + self.update(x, y), (0,))
+        # The branch that is traced last only predicts.
+        is_even = self.optimizer.iterations.value % 2 == 0
+        tf.cond(is_even, lambda: self.update(x, y), lambda: tf.cast(self(x)[0, 0] > 2, tf.int32))
+        last = self(x)
+        logs = self.compute_metrics(x, y, last)
+        return {**logs, "first": first, "loss": self.compute_loss(y=y, y_pred=last)}
+
+
+def repeating():
+    inputs = keras.Input((7,))
+    return Repeating(inputs, L.Dense(3)(L.Dense(5, activation="tanh")(inputs)))
+
+
 class Writing(L.Layer):
     """Computes with its weight before and after it has changed it."""
 
@@ -219,7 +247,7 @@ def remat():
 
 TOKENS = "transformer", "tied", "mixed", "encoder"
 SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "branching": (7,)}
-SHAPES |= {"penalty": (7,), "remat": (7,)}
+SHAPES |= {"penalty": (7,), "remat": (7,), "repeating": (7,)}
 MODELS = {
     "transformer": (
         transformer,
@@ -231,6 +259,7 @@ MODELS = {
     "tied": (tied, lambda: O.SGD(0.1, momentum=0.9)),
     "branching": (branching, lambda: O.SGD(0.05, momentum=0.9)),
     "penalty": (penalty, lambda: O.Adam(1e-2)),
+    "repeating": (repeating, lambda: O.SGD(0.1)),
     "mixed": (mixed, lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9))),
     "remat": (remat, lambda: O.SGD(0.05, momentum=0.9)),
 }
