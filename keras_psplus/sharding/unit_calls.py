@@ -128,15 +128,15 @@ class Plan:
             self.wholes.update((id(w), one) for w, one in zip(weights, wholes))
 
     def take(self, weights: Sequence[WeightShare], most: int) -> list[WeightShare]:
-        """Weights of a unit that is called, and of those behind it, up to so many bytes."""
+        """Weights of a unit, and of those behind it, up to so many bytes."""
         own = {id(one) for one in weights}
         place = next((i for i, unit in enumerate(self._units) if {*map(id, unit)} == own), None)
         if place is None or framework_ops.get_default_graph() is not self._graph:
             return [*weights]
         self._units = self._units[place + 1 :]
-        together, left = [*weights], most - bytes_of(weights)
+        together, left = [*weights], most - size_of(weights)
         for unit in self._units:
-            left -= bytes_of(unit)
+            left -= size_of(unit)
             if not unit or left < 0:
                 break
             together += unit
@@ -176,7 +176,7 @@ class Backward:
                         op._update_input(i, known[one.name])
 
 
-def bytes_of(weights: Sequence[WeightShare]) -> int:
+def size_of(weights: Sequence[WeightShare]) -> int:
     """Bytes of whole weights."""
     return sum(math.prod(one.shape) * one.dtype.size for one in weights)
 

@@ -31,14 +31,7 @@ from keras_psplus.core.batch.traffic import TrafficVariables
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
-from keras_psplus.sharding.unit_calls import (
-    Backward,
-    Plan,
-    UnitCall,
-    UnitGroup,
-    bytes_of,
-    reaches,
-)
+from keras_psplus.sharding.unit_calls import Backward, Plan, UnitCall, UnitGroup, reaches, size_of
 from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
 from keras_psplus.updates.values import numbers_of
 
@@ -133,7 +126,7 @@ class Units:
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]
         groups = self._groups.setdefault(current_step(), [])
-        last, size = groups[-1] if groups else None, bytes_of(weights)
+        last, size = groups[-1] if groups else None, size_of(weights)
         call = UnitCall(weights, self._wholes_of(weights, last), inputs)
         if last is None or last.is_over or last.size + size > self._most_together:
             groups.append(UnitGroup(last))

@@ -156,11 +156,11 @@ class RowStore:
         )
         if self._spec["admit"] is not None:
             has_row = rows >= 0
-            of_rows = rows, gradient, was_there
+            of_rows, with_row = (rows, gradient, was_there), places_of(has_row)
             rows, gradient, was_there = tf.cond(
                 tf.reduce_all(has_row),
                 lambda: of_rows,
-                lambda: _gathered(of_rows, places_of(has_row)),
+                lambda: tuple(tf.gather(of, with_row) for of in of_rows),
             )
         rows = tf.ensure_shape(rows, [None])
         key_rows.keep(tf.gather(rows, places_of(was_there)))
@@ -178,7 +178,8 @@ class RowStore:
         missing = tf.cast(tf.where(rows < 0)[:, 0], _INT)
         keys, hashes = tf.gather(keys, missing), tf.gather(hashes, missing)
         admitted, counts = self.admission.admit(keys, hashes)
-        keys, counts, missing = _gathered((keys, counts, missing), places_of(admitted))
+        admitted = places_of(admitted)
+        keys, counts, missing = (tf.gather(of, admitted) for of in (keys, counts, missing))
         meta = tf.pad(counts[:, tf.newaxis], [[0, 0], [0, 2]])
         made = self.key_rows.add(keys, meta)
         self.weights.write(made, self._initial(keys))
@@ -340,7 +341,3 @@ class RowStore:
         own = self.admission.filter
         if own is not None and blocks.size == own.shape[0]:
             own.assign(blocks.reshape(-1))
-
-
-def _gathered(tensors: tuple[tf.Tensor, ...], places: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    return tuple(tf.gather(tensor, places) for tensor in tensors)
