@@ -105,7 +105,8 @@ class UnitGroup:
 class Plan:
     """Units that a model is about to call, and what was gathered of them.
 
-    What a step changes is noted in its trace, so that none of it counts beyond the model's call.
+    It counts for one call of the model: an update behind that may be in a function traced before,
+    of which nobody is told.
 
     Args:
         units: Weights of each, in order; none where what follows is not known.
