@@ -19,7 +19,6 @@ _CONTROL_FLOW = (
     control_flow_func_graphs.WhileCondFuncGraph,
 )
 
-
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
 _KEEP_VALUES = "Cast", "Identity", "Reshape"
@@ -86,14 +85,18 @@ class UnitGroup:
     Attributes:
         is_last: Whether none comes behind it.
         is_over: Whether backward came behind it.
-        size: Bytes of its weights.
     """
 
     def __init__(self, before: UnitGroup | None) -> None:
-        self.before, self.is_last, self.is_over, self.size = before, True, False, 0
+        self.before, self.is_last, self.is_over = before, True, False
         if before is not None:
             before.is_last = False
         self.calls: list[UnitCall] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of its weights."""
+        return sum(size_of(call.weights) for call in self.calls)
 
     @property
     def reasons(self) -> list[tf.Tensor]:
@@ -105,34 +108,30 @@ class UnitGroup:
 class Plan:
     """Units that a model is about to call, and what was gathered of them.
 
-    It counts for one call of the model: an update behind that may be in a function traced before,
-    of which nobody is told.
+    It counts for one call of the model: what updates behind that change, nobody may be told.
 
     Args:
         units: Weights of each, in order; none where what follows is not known.
+
+    Attributes:
+        graph: The graph in which it counts.
+        wholes: What was gathered, by ids of the weights.
     """
 
     def __init__(self, units: Sequence[Sequence[WeightShare]]) -> None:
-        self._units, self._graph = list(units), framework_ops.get_default_graph()
+        self._units, self.graph = list(units), framework_ops.get_default_graph()
         self.wholes: dict[int, tf.Tensor] = {}
 
     def find(self, weights: Sequence[WeightShare]) -> list[tf.Tensor] | None:
         """Wholes of a unit's weights, if all of them are there."""
-        if framework_ops.get_default_graph() is not self._graph:
-            return None
         found = [self.wholes[id(one)] for one in weights if id(one) in self.wholes]
         return found if len(found) == len(weights) else None
-
-    def note(self, weights: Sequence[WeightShare], wholes: Sequence[tf.Tensor]) -> None:
-        """Notes what was gathered, for those to find that are called in the same graph."""
-        if framework_ops.get_default_graph() is self._graph:
-            self.wholes.update((id(w), one) for w, one in zip(weights, wholes))
 
     def take(self, weights: Sequence[WeightShare], most: int) -> list[WeightShare]:
         """Weights of a unit, and of those behind it, up to so many bytes."""
         own = {id(one) for one in weights}
         place = next((i for i, unit in enumerate(self._units) if {*map(id, unit)} == own), None)
-        if place is None or framework_ops.get_default_graph() is not self._graph:
+        if place is None:
             return [*weights]
         self._units = self._units[place + 1 :]
         together, left = [*weights], most - size_of(weights)
@@ -167,7 +166,7 @@ class Backward:
         if not self._replacements:
             return
         operations, known = self._graph.get_operations(), dict[str, tf.Tensor]()
-        # What was made before a gathering keeps to the first: it may come before its reasons.
+        # Operations made before a gathering keep to the first: they may come before its reasons.
         ends = [number for number, _ in self._replacements[1:]] + [len(operations)]
         for (begin, replacements), end in zip(self._replacements, ends):
             known.update(replacements)

@@ -126,12 +126,11 @@ class Units:
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]
         groups = self._groups.setdefault(current_step(), [])
-        last, size = groups[-1] if groups else None, size_of(weights)
+        last = groups[-1] if groups else None
         call = UnitCall(weights, self._wholes_of(weights, last), inputs)
-        if last is None or last.is_over or last.size + size > self._most_together:
+        if last is None or last.is_over or last.size + size_of(weights) > self._most_together:
             groups.append(UnitGroup(last))
         group = groups[-1]
-        group.size += size
         group.calls.append(call)
         before = len(call.graph.get_operations())
         self._call, self._now = call, {id(w): one for w, one in zip(weights, call.wholes)}
@@ -147,13 +146,14 @@ class Units:
 
     def _wholes_of(self, weights: Sequence[WeightShare], last: UnitGroup | None) -> list[tf.Tensor]:
         """Whole weights of a unit that is called: planned ones, or gathered now."""
-        plan = self._plans[-1] if self._plans else Plan([])
+        graph = framework_ops.get_default_graph()
+        plan = next((one for one in self._plans[-1:] if one.graph is graph), Plan([]))
         found = plan.find(weights)
         if found is None:
             together = plan.take(weights, self._most_together)
             wholes = self._gather_to_compute(together, last.reasons if last else ())
             found = wholes[: len(weights)]
-            plan.note(together, wholes)
+            plan.wholes.update((id(w), one) for w, one in zip(together, wholes))
         return found
 
     def _gated(self, group: UnitGroup, call: UnitCall, outputs: Any) -> Any:

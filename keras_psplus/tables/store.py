@@ -163,7 +163,7 @@ class RowStore:
                 lambda: tuple(tf.gather(of, with_row) for of in of_rows),
             )
         rows = tf.ensure_shape(rows, [None])
-        key_rows.keep(tf.gather(rows, places_of(was_there)))
+        key_rows.keep(tf.where(was_there, rows, -1))
         done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
         with tf.control_dependencies([done]):
             frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)

@@ -75,12 +75,13 @@ class FrozenRows:
         return self._of.next.read_value()
 
     def keep(self, rows: tf.Tensor) -> None:
-        """Keeps those of some int32 rows, about to change, that are not read yet."""
+        """Keeps int32 rows, about to change, that are not read yet; -1 is none."""
         cursor = self._cursor.read_value()
         tf.cond(cursor < _CLOSED, lambda: self._keep(rows, cursor), lambda: 0)
 
     def _keep(self, rows: tf.Tensor, cursor: tf.Tensor) -> int:
-        rows = tf.gather(rows, places_of(tf.logical_and(rows >= cursor, self._counts(rows))))
+        rows = tf.gather(rows, places_of(rows >= cursor))
+        rows = tf.gather(rows, places_of(self._counts(rows)))
 
         def put() -> int:
             self._kept.enqueue((self._moment.read_value(), *self._contents(rows)))

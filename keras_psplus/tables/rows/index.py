@@ -62,8 +62,7 @@ class KeyIndex:
     def remove(self, hashes: tf.Tensor) -> None:
         """Removes hashes that are there."""
         counts = _remove_all(hashes, self._are_many, self._handles)
-        removed = self._removed.assign_add(counts, read_value=True)
-        limits = self._limits.read_value()
+        removed, limits = self._removed.read_value() + counts, self._limits.read_value()
         removed, limits = tf.cond(
             tf.reduce_any(removed > limits),
             lambda: tuple(_rewrite_all(removed, limits, self._handles)),
@@ -98,17 +97,14 @@ def _insert(
 ) -> tf.Tensor:
     """Returns whether there are many keys now."""
 
-    def insert(table: tf.Tensor, hashes: tf.Tensor, rows: tf.Tensor) -> None:
-        tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=hashes, values=rows)
-
     def among_many(hashes: tf.Tensor = hashes, rows: tf.Tensor = rows) -> tf.Tensor:
         for of_part in zip(_parts(tables), *_split(hashes, rows)):
-            insert(*of_part)
+            _put(*of_part)
         return tf.constant(True)
 
     def among_few() -> tf.Tensor:
         one = tables[0]
-        insert(one, hashes, rows)
+        _put(one, hashes, rows)
         return tf.cond(_size(one) > _FEW, lambda: move(one), lambda: False)
 
     def move(one: tf.Tensor) -> tf.Tensor:
@@ -157,7 +153,11 @@ def _rewrite(
 def _write_again(table: tf.Tensor) -> None:
     keys, rows, buckets = _contents(table)
     _import_empty(table, buckets)
-    tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=rows)
+    _put(table, keys, rows)
+
+
+def _put(table: tf.Tensor, hashes: tf.Tensor, rows: tf.Tensor) -> None:
+    tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=hashes, values=rows)
 
 
 def _contents(table: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

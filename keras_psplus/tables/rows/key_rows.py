@@ -98,7 +98,7 @@ class KeyRows:
         self._remove_rows(rows)
 
     def keep(self, rows: tf.Tensor) -> None:
-        """Has `frozen` keep rows that are about to change."""
+        """Has `frozen` keep rows that are about to change; -1 is none."""
         self._keep_rows(rows)
 
     def remove_keys(self, keys: tf.Tensor) -> None:
