@@ -93,7 +93,6 @@ FOLDERS = {
             "sums",
             "store",
             "weight",
-            "unit_calls",
             "units",
             "plan",
             "extended",

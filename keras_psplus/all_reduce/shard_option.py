@@ -125,8 +125,8 @@ def check_blocks(shard: str | None, jit_blocks: int | None) -> int | None:
     jit_blocks = whole_number("jit_blocks", jit_blocks, 2)
     if shard == "all":
         raise ValueError(
-            '`jit_blocks` cannot be combined with `shard="all"`, whose layers gather their '
-            "weights: XLA has no collectives for CPUs. Leave one of them out. "
+            '`jit_blocks` cannot be combined with `shard="all"`, where XLA compiles units one by '
+            "one: leave it out, and compile with `jit_compile=True`. "
             f'Received: jit_blocks={jit_blocks}, shard="all"'
         )
     return jit_blocks

@@ -101,10 +101,15 @@ class DistributedEngine(StrategyEngine):
             self.compiled_function,
             self._compilations[model],
             blocks,
+            self.is_cut,
         )
 
     def is_remote(self, layer: keras.Layer) -> bool:
         """Whether a call of a layer by itself talks to servers."""
+        return False
+
+    def is_cut(self, operation: Any) -> bool:
+        """Whether XLA compiles layers inside of an operation of a model by themselves."""
         return False
 
     def build(self, call: Call) -> None:

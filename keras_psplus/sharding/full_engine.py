@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -19,10 +19,11 @@ from keras_psplus.core.models.units import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
-from keras_psplus.sharding.units import Units
+from keras_psplus.sharding.units.gathering import Units
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
 if TYPE_CHECKING:
+    from keras_psplus.core.graph.compiled_function import CompiledFunction
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class FullyShardedEngine(ShardedEngine):
     """Cuts the weights, too: ZeRO stage 3, or FSDP."""
 
-    can_compile, compiles_by_default, exports_copies = False, False, True
+    compiles_by_default, exports_copies = False, True
     # The chief need not have room for the model.
     has_weights_in_memory = has_whole_weights = False
 
@@ -47,6 +48,13 @@ class FullyShardedEngine(ShardedEngine):
         units = Units(extended.route, extended.bucket_bytes, frees, compressor)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
+
+    @property
+    def compiled_function(self) -> Callable[..., CompiledFunction]:  # type: ignore[override]
+        return self.units.function
+
+    def is_cut(self, operation: Any) -> bool:
+        return isinstance(operation, keras.Layer) and not is_unit(operation)
 
     # Variables.
 
@@ -94,8 +102,9 @@ class FullyShardedEngine(ShardedEngine):
             return super()._run_graph(call)
         layers = [node.operation for node in nodes_in_order(call.owner)]
         # Of what has units inside, it is not known what it calls.
+        # XLA compiles units by themselves: their weights are gathered in between.
         with self.units.following([_weights_of_unit(one) for one in layers if have_weights([one])]):
-            return super()._run_graph(call)
+            return call.proceed()
 
     def gradient(self, call: Call) -> Any:
         def regathering(*args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
-from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
@@ -68,7 +66,8 @@ class WeightShare(PartOfWeight):
     """A weight of which each worker keeps a part, gathered for a step's units.
 
     Args:
-        read: Function of a weight that returns the whole of it, in the graph of a step.
+        read: Function of a weight that returns the whole of it, in the graph of a step, and lets
+            tapes know.
         note_write: Function of a weight that such a graph is about to change.
         variable: The Keras variable whose value this is.
     """
@@ -91,10 +90,7 @@ class WeightShare(PartOfWeight):
         )
 
     def _value_in_step(self) -> tf.Tensor:
-        resource_variable_ops.variable_accessed(self)
-        whole = self._read(self)
-        record_read(self, whole)
-        return whole
+        return self._read(self)
 
     @property
     def written(self) -> tf.Variable:

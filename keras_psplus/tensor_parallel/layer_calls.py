@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.engine import Call
-from keras_psplus.sharding.unit_calls import reaches
+from keras_psplus.sharding.units.functions import reaches
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise

@@ -20,9 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.sharding import units as units_module
+from keras_psplus.sharding.units import gathering as units_module
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Block(L.Layer):
@@ -271,7 +272,7 @@ def trained(name):
     keras.utils.set_random_seed(3)
     model = make()
     if name == "penalty":
-        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile(optimizer(), LOSS)
     else:
         shares_job.compiled(model, optimizer())
     model.optimizer.build(model.trainable_variables)
@@ -305,7 +306,16 @@ class Pair(L.Layer):
 
 def units(is_chief):
     """Parts, bytes and gatherings of a step; and reads while others change weights."""
-    calls, found = [], {}
+    calls, found = [], {"functions": 0}
+
+    def first_of(call, i):
+        """What forward gathers of a weight, and what functions that XLA compiles return of it."""
+        whole, outputs = call.wholes[i], []
+        for function in call.functions:
+            found["functions"] += 1
+            pairs = zip(function.operation.outputs, function._graph.outputs)
+            outputs += [one for one, own in pairs if own is function.captures.get(id(whole))]
+        return [whole, *outputs]
 
     class Call(units_module.UnitCall):
         def __init__(self, *args):
@@ -320,7 +330,8 @@ def units(is_chief):
             own = [call for call in calls if call.graph is self._graph]
             later = {op.name for op in self._graph.get_operations()[self._replacements[0][0] :]}
             again = [(call, i) for call in own for i in self.found[id(call)]]
-            users = {op.name for call, i in again for op in call.wholes[i].consumers()}
+            first = [tensor for call, i in again for tensor in first_of(call, i)]
+            users = {op.name for tensor in first for op in tensor.consumers()}
             names = [call.weights[i].path.rpartition("/")[2] for call, i in again]
             found.update(forward=len(own), backward=names, left=len(later & users))
 
@@ -336,7 +347,7 @@ def units(is_chief):
     keras.utils.set_random_seed(3)
     x = np.random.RandomState(1).randn(48, 7).astype("float32")
     small = keras.Sequential([keras.Input((7,)), *(L.Dense(6) for _ in range(5))])
-    small.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    small.compile(O.SGD(0.1), LOSS, jit_compile=shares_job.JIT)
     shares_job.fit(small, x, epochs=1)
     together = [len(group.calls) for group in groups]
     groups.clear()
@@ -345,7 +356,7 @@ def units(is_chief):
     pair = Pair(*layers[:2])
     nested = psp.unit(keras.Sequential([layers[2], L.Dense(3)]))
     model = keras.Sequential([keras.Input((7,)), pair, nested])
-    model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(O.SGD(0.1), LOSS, jit_compile=shares_job.JIT)
     before = tf.distribute.get_strategy().communication.wire_bytes
     shares_job.fit(model, x, epochs=1)
     wire = tf.distribute.get_strategy().communication.wire_bytes - before

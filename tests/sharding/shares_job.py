@@ -45,6 +45,9 @@ class CountingSGD(O.SGD):
         super().update_step(gradient * self.count, variable, learning_rate)
 
 
+JIT = True if "COMPILES" in os.environ else "auto"
+
+
 def adamw():
     optimizer = O.AdamW(1e-2, weight_decay=0.05, global_clipnorm=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -104,7 +107,7 @@ def embedding(optimizer):
 
 def compiled(model, optimizer):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=JIT)
     return model
 
 

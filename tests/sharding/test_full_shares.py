@@ -23,6 +23,7 @@ JOB = pathlib.Path(__file__).with_name("full_job.py")
 OPTIMIZERS = ["average", "accumulate", "loss_scale", "schedule_free", "muon", "counting"]
 CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
 THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
+COMPILED = ["encoder", "convolutional", "tied", "branching", "mixed", "remat"]
 # Of bfloat16, sums in another order differ in the third digit.
 TOLERANCES = {"mixed": 3e-2}
 
@@ -50,6 +51,17 @@ def three(folder, two):
     return train_in_cluster(folder / "three", 3, cases, JOB, env={**env, "KEEPS": "1"})
 
 
+@pytest.fixture(scope="module")
+def compiled_alone(folder):
+    return train_alone(folder / "compiled alone", COMPILED, JOB, COMPILES="1")
+
+
+@pytest.fixture(scope="module")
+def compiled(folder):
+    cases, env = [*COMPILED, "units"], {"COMPILES": "1"}
+    return train_in_cluster(folder / "compiled", 2, cases, JOB, env=env)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_workers_equal_one_process(alone, two, case):
     check(alone, two, case, TOLERANCES.get(case, 2e-5))
@@ -60,9 +72,21 @@ def test_three_workers_equal_one_process(alone, three, case):
     check(alone, three, case, 2e-5)
 
 
-def test_state_bytes_and_units(two):
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_units_equal_one_compiled_process(compiled_alone, compiled, case):
+    check(compiled_alone, compiled, case, TOLERANCES.get(case, 2e-5))
+
+
+def test_what_units_leave_uncompiled_is_said(compiled):
+    log = compiled[1].logs["worker-0"]
+    assert "the call of 'batch_normalization': XLA cannot compile its CollectiveGather" in log
+    assert "the call of 'writing': it changes weights in shares" in log
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_state_bytes_and_units(request, compiles):
     """Parts of weights, and a step's bytes and gatherings."""
-    path, result = two
+    path, result = request.getfixturevalue("compiled" if compiles else "two")
     found = load(path / "units.worker-1.npz", result.logs["worker-1"])
     np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
     # Backward needs no biases, and what is gathered last is still there.
@@ -74,7 +98,7 @@ def test_state_bytes_and_units(two):
     assert set(found["apart"]) == {1} and set(found["together"]) == {5}
     assert found["backward"].tolist() == ["kernel", "kernel"]
     # Nothing of backward computes with what forward has gathered, if it was gathered again.
-    assert found["left"] == 0
+    assert found["left"] == 0 and (found["functions"] > 0) == compiles
     assert found["read alone"] == pytest.approx(found["read"])
     log = result.logs["worker-0"]
     assert "in shares: 8 of 8 variables are cut into equal parts" in log

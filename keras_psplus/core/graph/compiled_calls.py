@@ -56,9 +56,11 @@ class CompiledCalls:
         model: The model that was compiled with `jit_compile`.
         is_asked_for: Whether by `jit_compile=True`, and not by default.
         is_remote: Function of a layer that tells whether it talks to servers.
-        make: The class of compiled functions.
+        make: Makes a compiled function, as `CompiledFunction` does.
         forms: Counts the model's compilations.
         blocks: Cuts models into parts; None for calls in one function each.
+        is_cut: Function of an operation of a model that tells whether layers inside of it are
+            compiled by themselves, also without blocks.
 
     Attributes:
         count: Number of calls that are compiled.
@@ -70,11 +72,12 @@ class CompiledCalls:
         model: keras.Model,
         is_asked_for: bool,
         is_remote: Callable[[keras.Layer], bool] = lambda layer: False,
-        make: type[CompiledFunction] = CompiledFunction,
+        make: Callable[..., CompiledFunction] = CompiledFunction,
         forms: CompilationCount | None = None,
         blocks: CompiledBlocks | None = None,
+        is_cut: Callable[[Any], bool] = lambda operation: False,
     ) -> None:
-        self._make, self._forms, self.blocks = make, forms, blocks
+        self._make, self._forms, self.blocks, self._cuts = make, forms, blocks, is_cut
         self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
         # In a compiled function; and in a call of which each layer is one.
         self._is_inside, self._is_in_layers = ThreadFlag(), ThreadFlag()
@@ -248,7 +251,7 @@ class CompiledCalls:
         return not isinstance(operation, keras.Layer) or not self._has_remote(operation)
 
     def _is_cut(self, operation: Any) -> bool:
-        return self.blocks is not None and self.blocks.is_cut(operation)
+        return self._cuts(operation) or (self.blocks is not None and self.blocks.is_cut(operation))
 
     def _watched(self, run: Callable[..., Any], operation: Any) -> Callable[..., Any]:
         """Runs an operation of a model, and notes whether XLA can compile it."""

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops
+from keras_psplus.sharding.units.functions import Derived, UnitFunction, is_needed
+from keras_psplus.tf_internals import framework_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.weight import WeightShare
-
-_CONTROL_FLOW = (
-    control_flow_func_graphs.CondBranchFuncGraph,
-    control_flow_func_graphs.WhileBodyFuncGraph,
-    control_flow_func_graphs.WhileCondFuncGraph,
-)
-
-# Operations whose gradients need shapes of these inputs alone, and those that keep values.
-_NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
-_KEEP_VALUES = "Cast", "Identity", "Reshape"
 
 
 class UnitCall:
@@ -41,39 +32,47 @@ class UnitCall:
         self.is_recorded = False
         # Whether the step has changed some of the weights since.
         self.is_stale = False
-        # Operations of weights alone, such as casts, in order.
-        self._derived: list[tf.Operation] = []
+        self._derived = Derived(wholes)
+        # What was traced for XLA to compile, also if it cannot.
+        self.traces: list[UnitFunction] = []
+
+    @property
+    def functions(self) -> list[UnitFunction]:
+        """The compiled functions that it calls."""
+        return [one for one in self.traces if one.operation is not None]
 
     def of_backward(self) -> list[int]:
         """Numbers of the weights whose values backward needs: not biases, nor tables of rows."""
-        return [i for i, whole in enumerate(self.wholes) if _is_needed(whole)]
+        functions = self.functions
+        calls = [one.operation for one in functions]
+
+        def is_needed_of(whole: tf.Tensor) -> bool:
+            inside = [one.captures[id(whole)] for one in functions if one.takes(whole)]
+            return any(map(is_needed, inside)) or is_needed(whole, calls)
+
+        return [i for i, whole in enumerate(self.wholes) if is_needed_of(whole)]
 
     def note_derived(self, operations: Iterable[tf.Operation]) -> None:
         """Notes which of the call's operations compute with nothing but weights."""
-        made = {whole.name for whole in self.wholes}
-        for op in operations:
-            names = [one.name for one in op.inputs]
-            if op._is_stateful or op.control_inputs or made.isdisjoint(names):
-                continue
-            if all(n in made or one.op.type == "Const" for n, one in zip(names, op.inputs)):
-                self._derived.append(op)
-                made.update(output.name for output in op.outputs)
+        self._derived.note(operations)
 
-    def replacements(self, again: Mapping[int, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Tensors by the names of those whose places they take, of the second gathering."""
-        found = {self.wholes[i].name: new for i, new in again.items()}
-        for op in self._derived:
-            if found.keys().isdisjoint(one.name for one in op.inputs):
-                continue
-            attributes = op.node_def.attr
-            copy = self.graph.create_op(
-                op.type,
-                [found.get(one.name, one) for one in op.inputs],
-                [output.dtype for output in op.outputs],
-                attrs={name: attributes[name] for name in attributes},
-            )
-            found.update({old.name: new for old, new in zip(op.outputs, copy.outputs)})
-        return found
+    def replacements(self, again: Mapping[int, tf.Tensor]) -> Callable[[], dict[str, tf.Tensor]]:
+        """Tensors by the names of those whose places they take, of the second gathering.
+
+        Returns:
+            Function that finds them, once backward is made.
+        """
+        pairs = [(self.wholes[i], new) for i, new in again.items()]
+        plain = self._derived.copied({old.name: new for old, new in pairs}, self.graph)
+        inside = [(one, one.copied(pairs, self.graph)) for one in self.functions]
+
+        def find() -> dict[str, tf.Tensor]:
+            found = dict(plain)
+            for function, own in inside:
+                found.update(function.outside(own))
+            return found
+
+        return find
 
 
 class UnitGroup:
@@ -150,7 +149,7 @@ class Backward:
         self.found: dict[int, dict[int, tf.Tensor]] = {}
         self.of_weight: dict[int, tf.Tensor] = {}
         # Replacements for operations that are made after so many.
-        self._replacements: list[tuple[int, dict[str, tf.Tensor]]] = []
+        self._replacements: list[tuple[int, Callable[[], dict[str, tf.Tensor]]]] = []
         self._graph = framework_ops.get_default_graph()
 
     def add(self, call: UnitCall, again: dict[int, tf.Tensor]) -> None:
@@ -169,7 +168,7 @@ class Backward:
         # Operations made before a gathering keep to the first: they may come before its reasons.
         ends = [number for number, _ in self._replacements[1:]] + [len(operations)]
         for (begin, replacements), end in zip(self._replacements, ends):
-            known.update(replacements)
+            known.update(replacements())
             for op in operations[begin:end]:
                 for i, one in enumerate(op.inputs):
                     if one.name in known:
@@ -179,25 +178,3 @@ class Backward:
 def size_of(weights: Sequence[WeightShare]) -> int:
     """Bytes of whole weights."""
     return sum(math.prod(one.shape) * one.dtype.size for one in weights)
-
-
-def _is_needed(tensor: tf.Tensor) -> bool:
-    """Whether gradients of what is computed with a tensor need its value."""
-    for op in tensor.consumers():
-        places = [i for i, one in enumerate(op.inputs) if one is tensor]
-        if op.type in _KEEP_VALUES and places == [0]:
-            if any(map(_is_needed, op.outputs)):
-                return True
-        elif not set(places) <= set(_NEED_NO_VALUE.get(op.type, ())):
-            return True
-    return False
-
-
-def reaches(home: tf.Graph) -> bool:
-    """Whether the graph is of branches or loops of another, and no function."""
-    graph = framework_ops.get_default_graph()
-    while graph is not home:
-        if not isinstance(graph, _CONTROL_FLOW):
-            return False
-        graph = graph.outer_graph
-    return True

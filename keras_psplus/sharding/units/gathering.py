@@ -28,11 +28,19 @@ from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.batch.traffic import TrafficVariables
+from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
-from keras_psplus.sharding.unit_calls import Backward, Plan, UnitCall, UnitGroup, reaches, size_of
-from keras_psplus.tf_internals import control_flow_func_graphs, framework_ops, record
+from keras_psplus.sharding.units.calls import Backward, Plan, UnitCall, UnitGroup, size_of
+from keras_psplus.sharding.units.functions import UnitFunction, reaches
+from keras_psplus.tf_internals import (
+    control_flow_func_graphs,
+    framework_ops,
+    record,
+    resource_variable_ops,
+)
 from keras_psplus.updates.values import numbers_of
 
 if TYPE_CHECKING:
@@ -72,6 +80,14 @@ class Units:
     def _most_together(self) -> int:
         return min(_GROUP_BYTES, self._bucket_bytes)
 
+    def function(self, *args: Any) -> CompiledFunction:
+        """Makes a compiled function, as `CompiledFunction` does, for the unit that is called."""
+        return (
+            CompiledFunction(*args)
+            if self._call is None
+            else UnitFunction(self._call.traces, *args)
+        )
+
     @property
     def is_in_call(self) -> bool:
         """Whether a unit is being called."""
@@ -79,20 +95,44 @@ class Units:
 
     def read(self, weight: WeightShare) -> tf.Tensor:
         """The whole of a weight: what its unit has gathered, or gathered now."""
+        resource_variable_ops.variable_accessed(weight)
+        call = self._call
+        function = next((one for one in call.traces if one.is_here), None) if call else None
+        if call is None or function is None:
+            whole = self._find(weight)
+            record_read(weight, whole)
+            return whole
+        # XLA cannot gather: the function takes what is gathered before its call.
+        if id(weight) not in self._now:
+            with call.graph.as_default():
+                self._now[id(weight)] = self._gather_to_compute([weight], ())[0]
+        function.note_read(weight, self._now[id(weight)])
+        return self._now[id(weight)]
+
+    def _find(self, weight: WeightShare) -> tf.Tensor:
         found = None
         if self._call is not None:
             found = self._now.get(id(weight))
         elif self._backwards:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
-        if found is None or not reaches(found.graph):
+        if found is None or not (reaches(found.graph) or self._is_in_compiled_gradient()):
             return self._gather_to_compute([weight], ())[0]
         return found
+
+    def _is_in_compiled_gradient(self) -> bool:
+        calls = [call for group in self._groups.get(current_step(), ()) for call in group.calls]
+        return any(one.is_in_gradient for call in calls for one in call.functions)
 
     def note_write(self, weight: WeightShare) -> None:
         """Notes that a weight changes: what was gathered before no longer stands for it."""
         if tf.executing_eagerly():
             return
+        for function in self._call.traces if self._call else ():
+            if function.holds:
+                # It is not compiled, and traced again where the unit is called.
+                function.writes = True
+                return
         for known in (self._now, *(plan.wholes for plan in self._plans)):
             known.pop(id(weight), None)
         graph = framework_ops.get_default_graph()
