@@ -44,7 +44,7 @@ _WRITE_ONLY = (
 class AllReduceEngine(DistributedEngine):
     """Engine of replicas that take each step together."""
 
-    has_weights_in_memory = can_compile = computes_here = True
+    has_weights_in_memory = computes_here = True
     # While callbacks of a worker that is not the chief keep track of what the chief writes.
     _writes_nothing = False
 

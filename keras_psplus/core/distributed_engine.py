@@ -34,8 +34,8 @@ class DistributedEngine(StrategyEngine):
     """Refuses what cannot work, scales losses by rows, and has updates settled in time."""
 
     is_distributed = True
-    # Whether steps can run eagerly, and whether XLA can compile parts of them.
-    can_run_eagerly, can_compile = True, False
+    # Whether steps can run eagerly.
+    can_run_eagerly = True
     # The class of functions that it compiles, and whether this process computes them.
     compiled_function, computes_here = CompiledFunction, False
     # Whether variables are copied to this process to be exported.
@@ -65,8 +65,7 @@ class DistributedEngine(StrategyEngine):
         model = call.owner
         arguments = call.arguments
         checks.check_compile_arguments(
-            *(self.strategy, model, arguments),
-            *(self.can_run_eagerly, self.can_compile, self.jit_blocks),
+            self.strategy, model, arguments, self.can_run_eagerly, self.jit_blocks
         )
         jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called

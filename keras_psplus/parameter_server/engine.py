@@ -49,7 +49,7 @@ from keras_psplus.updates import Accumulate
 class ParameterServerEngine(DistributedEngine):
     """Engine of a chief that sends steps to workers."""
 
-    can_run_eagerly, can_compile = False, True
+    can_run_eagerly = False
     compiled_function = ServedFunction
     exports_copies = True
 

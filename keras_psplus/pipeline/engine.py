@@ -30,7 +30,7 @@ from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 class PipelineEngine(DistributedEngine):
     """Engine of a chief that traces steps over the devices of all stages."""
 
-    can_run_eagerly, can_compile = False, True
+    can_run_eagerly = False
     exports_copies = True
 
     def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:

@@ -41,7 +41,7 @@ _SEED_STRIDE = 0x2545F491
 class ModelParallelEngine(ShardedEngine):
     """Cuts weights along axes of the mesh; layers compute with the parts."""
 
-    can_compile, compiles_by_default, exports_copies = False, False, True
+    compiles_by_default, exports_copies = False, True
     has_weights_in_memory = has_whole_weights = False
     cuts_weights = True
 
@@ -52,7 +52,20 @@ class ModelParallelEngine(ShardedEngine):
     @functools.cached_property
     def layer_calls(self) -> LayerCalls:
         """Calls of the steps' layers."""
-        return LayerCalls(self.strategy.extended.group)
+        return LayerCalls(self.strategy.extended.group, self._note_messages)
+
+    def _note_messages(self) -> None:
+        compiled = self.compiled_calls_here()
+        if compiled is not None:
+            compiled.note(
+                "layers with weights in parts: they talk to other workers. Attention by heads is "
+                "compiled if its biases are in parts as well"
+            )
+
+    def is_cut(self, operation: Any) -> bool:
+        if not isinstance(operation, keras.Layer) or operation is self.layer_calls.compiled:
+            return False
+        return any(cut_of(variable) is not None for variable in operation.variables)
 
     def _make_plan(self, optimizer: Optimizer) -> plan.CutPlan:
         return plan.CutPlan(optimizer)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.engine import Call
+from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.units.functions import reaches
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
@@ -28,10 +30,13 @@ class LayerCalls:
 
     Args:
         group: The workers that share weights.
+        note: Function that is called where a layer talks to other workers.
     """
 
-    def __init__(self, group: ModelGroup) -> None:
-        self._group, self.regions = group, Regions()
+    def __init__(self, group: ModelGroup, note: Callable[[], None]) -> None:
+        self._group, self._note, self.regions = group, note, Regions()
+        # The layer that is being called with cut weights, and may be compiled all the same.
+        self.compiled: Any = None
         # Wholes that the layers being called have gathered, by ids of weights.
         self._wholes: dict[int, tf.Tensor] = {}
         # Paths of weights that were gathered for a layer.
@@ -57,14 +62,48 @@ class LayerCalls:
             return proceed(call)
         rule = contractions.rule_for(layer, self._group, self.regions)
         rule = rule or embeddings.rule_for(layer, self._group, self.regions)
+        if rule is not None and not self.regions.are_local:
+            self._note()
         rule = rule or self._elementwise_rule(layer)
         if rule is not None:
             with _calling(layer, rule):
                 return proceed(call)
-        if attention.is_by_heads(layer, call.args, call.kwargs):
-            with self.regions.local():
-                return proceed(call)
+        given = attention.by_heads(layer, call.args, call.kwargs)
+        if given is not None:
+            return self._call_by_heads(call, given, proceed)
         return self._call_with_wholes(call, proceed)
+
+    def _call_by_heads(
+        self, call: Call, given: Sequence[tf.Tensor], proceed: Callable[[Call], Any]
+    ) -> Any:
+        """Calls an attention layer, between the sum of its inputs' gradients and that of heads.
+
+        Args:
+            given: What all heads attend from and to.
+        """
+        layer, group = call.owner, self._group
+        entered = {id(one): (one, group.enter(one)) for one in given}
+        for whole, one in entered.values():
+            set_keras_mask(one, get_keras_mask(whole))
+        args, kwargs = tree.map_structure(
+            lambda leaf: entered[id(leaf)][1] if id(leaf) in entered else leaf,
+            (call.args, call.kwargs),
+        )
+        outer, self.compiled = self.compiled, layer if attention.is_local(layer) else None
+        if self.compiled is None:
+            self._note()
+        try:
+            with self.regions.local():
+                partial = proceed(dataclasses.replace(call, args=args, kwargs=kwargs))
+        finally:
+            self.compiled = outer
+        for whole, one in entered.values():
+            # Keras takes some masks away.
+            if get_keras_mask(one) is None:
+                set_keras_mask(whole, None)
+        outputs = contractions.sum_of(layer._output_dense, partial, group)
+        set_keras_mask(outputs, get_keras_mask(partial))
+        return outputs
 
     def _call_with_wholes(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
         layer, loops = call.owner, isinstance(call.owner, _LOOPS)
@@ -72,6 +111,7 @@ class LayerCalls:
         weights = {id(v._value): v._value for v in variables if cut_of(v) is not None}
         if not weights:
             return proceed(call)
+        self._note()
         outer = self._wholes
         self._wholes = outer | {number: self._gather(one) for number, one in weights.items()}
         try:

@@ -31,25 +31,22 @@ class Regions:
     """Parts of a step in which tensors are local, or weights whole.
 
     Attributes:
-        are_local: Whether outputs of cut kernels stay local, as inside of attention by heads.
+        are_local: Whether cut kernels compute local parts and summands, as inside of attention by
+            heads, and no worker talks to another.
         are_whole: Whether inner layers are called with gathered weights.
     """
 
     def __init__(self) -> None:
         self.are_local = self.are_whole = False
-        # Tensors that several kernels of an attention layer multiply, each with its one sum of
-        # gradients.
-        self._entered: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Context in which outputs of cut kernels stay local."""
+        """Context in which what cut kernels take and compute stays local."""
         outer, self.are_local = self.are_local, True
         try:
             yield
         finally:
             self.are_local = outer
-            self._entered.clear()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -62,11 +59,7 @@ class Regions:
 
     def enter(self, whole: Any, group: ModelGroup) -> tf.Tensor:
         """A whole tensor that each worker multiplies by its part of a kernel."""
-        if not self.are_local:
-            return group.enter(whole)
-        if id(whole) not in self._entered:
-            self._entered[id(whole)] = whole, group.enter(whole)
-        return self._entered[id(whole)][1]
+        return whole if self.are_local else group.enter(whole)
 
     def finish(self, local: Any, axis: int, activation: Any, group: ModelGroup) -> Any:
         """Output of a layer of a local tensor: its activation, and the whole of it.

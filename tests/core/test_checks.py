@@ -33,7 +33,7 @@ def test_one_replica_may_have_stateful_layers():
 def test_parts_of_what_is_not_compiled_are_refused():
     strategy = types.SimpleNamespace(num_replicas_in_sync=2, num_workers=2)
     compiled = dict(strategy=strategy, model=model(stateful=False), can_run_eagerly=True)
-    compiled |= dict(can_compile=True, jit_blocks=3)
+    compiled |= dict(jit_blocks=3)
     with pytest.raises(ValueError, match="number of parts.*Received: jit_compile=False, jit_b"):
         checks.check_compile_arguments(**compiled, arguments={"jit_compile": False})
     for jit_compile in (True, "auto"):

@@ -20,8 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.core.graph.compiled_calls import CompiledCalls
 from keras_psplus.tensor_parallel.group import ModelGroup
-from tests.sharding.shares_job import Dying
+from tests.sharding.shares_job import JIT, Dying
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 EPOCHS, ROWS = 2, 80  # of 8: 20 steps
@@ -280,7 +281,7 @@ OPTIMIZERS = {
 
 def compiled(model, optimizer="adam"):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(OPTIMIZERS[optimizer](), loss, metrics=["accuracy"])
+    model.compile(OPTIMIZERS[optimizer](), loss, metrics=["accuracy"], jit_compile=JIT)
     return model
 
 
@@ -357,8 +358,22 @@ def parts():
     }
 
 
+def show_compiled_layers():
+    """Has the log name the layers of functions that XLA compiles."""
+    make = CompiledCalls.function
+
+    def function(self, function, layers, *args, **kwargs):
+        found, layers = make(self, function, layers, *args, **kwargs), list(layers)
+        if found is not None:
+            print("compiled:", *(one.name for one in layers if getattr(one, "weights", ())))
+        return found
+
+    CompiledCalls.function = function
+
+
 def main(folder, cases):
     folder, strategy, task = pathlib.Path(folder), None, "one"
+    show_compiled_layers()
     if "TF_CONFIG" in os.environ:
         model = int(os.environ.get("MODEL", "2"))
         workers = int(os.environ["WORKERS"])

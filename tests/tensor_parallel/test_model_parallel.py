@@ -51,6 +51,19 @@ def test_rows_divide_batches(alone, square, case):
     check(alone, square, case, TOLERANCE)
 
 
+def test_what_does_not_talk_to_other_workers_is_compiled(folder, alone):
+    env, cases = {"WORKERS": "2", "COMPILES": "1"}, ["grouped/sgd", "gpt2/sgd", "own_step"]
+    found = train_in_cluster(folder / "compiled", 2, cases, JOB, env=env)
+    for case in cases[:2]:
+        check(alone, found, case, TOLERANCE)
+    for log in found[1].logs.values():
+        compiled = {
+            name for line in re.findall("^compiled: (.*)", log, re.M) for name in line.split()
+        }
+        assert {"attention", "self_attention", "layer_norm"} <= compiled
+        assert "none that XLA can compile: layers with weights in parts: they talk to other" in log
+
+
 def test_each_worker_has_its_part(two):
     path, result = two
     for task, log in result.logs.items():

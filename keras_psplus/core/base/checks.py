@@ -31,7 +31,6 @@ def check_compile_arguments(
     model: keras.Model,
     arguments: Mapping[str, Any],
     can_run_eagerly: bool,
-    can_compile: bool,
     jit_blocks: int | None,
 ) -> None:
     """Checks the arguments of `compile()`.
@@ -39,20 +38,13 @@ def check_compile_arguments(
     Args:
         arguments: Those that `compile` was given, by name.
         can_run_eagerly: Whether the strategy's steps can run eagerly.
-        can_compile: Whether XLA can compile parts of them.
 
     Raises:
-        ValueError: If XLA, or what the strategy cannot run eagerly, is asked for, an optimizer or
-            a metric belongs to another scope, gradients would be accumulated twice, or a layer
-            keeps states of the batch's rows.
+        ValueError: If what the strategy cannot run eagerly is asked for, an optimizer or a metric
+            belongs to another scope, gradients would be accumulated twice, or a layer keeps states
+            of the batch's rows.
     """
     check_stateful_layers(strategy, model)
-    if arguments.get("jit_compile") is True and not can_compile:
-        raise ValueError(
-            f"`jit_compile=True` is not supported by {type(strategy).__name__}: XLA cannot compile "
-            "a step that talks to other devices; it has no collectives for CPUs. Use "
-            "`jit_compile=False` or leave the default. Received: jit_compile=True"
-        )
     if jit_blocks is not None and arguments.get("jit_compile") is False:
         raise ValueError(
             "`jit_compile=False` has XLA compile nothing, and `jit_blocks` of the strategy is the "

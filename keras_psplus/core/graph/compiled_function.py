@@ -53,6 +53,8 @@ class CompiledFunction:
         self._structure: Any = None
         self._leaves: list[Any] = []
         self._owners: list[tuple[keras.Layer, int]] = []
+        # Places of the tensors whose masks the layers have taken away.
+        self._unmasked: list[int] = []
         self.losses: list[tf.Tensor] = []
         self._function = tf.function(self._run, autograph=False, jit_compile=True)
         context = _context()
@@ -89,9 +91,11 @@ class CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; returns what the call of the layers would return."""
-        inputs = self._inputs(tree.flatten((args, kwargs)))
-        outputs, masks, added, changes = self._function(*inputs)
+        flat = tree.flatten((args, kwargs))
+        outputs, masks, added, changes = self._function(*self._inputs(flat))
         self._write(changes)
+        for i in self._unmasked:
+            set_keras_mask(flat[i], None)
         for output, mask in zip(outputs, masks):
             if mask is not None:
                 set_keras_mask(output, mask)
@@ -139,6 +143,10 @@ class CompiledFunction:
             found = [list(layer._losses) for layer in layers]
             for layer in layers:
                 layer._losses[:] = before.get(id(layer), ())
+        given = zip(self._places, tensors, masks)
+        self._unmasked = [
+            i for i, one, mask in given if mask is not None and get_keras_mask(one) is None
+        ]
         self._owners = [(layer, len(own)) for layer, own in zip(layers, found) if own]
         leaves = tree.flatten(self._structure)
         outputs = [leaf for leaf in leaves if tf.is_tensor(leaf)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_psplus.tensor_parallel.regions import is_elementwise
 from keras_psplus.tensor_parallel.rules.contractions import cut_kernel
@@ -15,12 +16,13 @@ from keras_psplus.tensor_parallel.variable import cut_of
 
 _KINDS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _ARGUMENTS = ("return_attention_scores", "cache")
+_GIVEN = ("query", "value", "key")
 
 
-def is_by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an attention layer is to be computed by heads.
+def by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tf.Tensor] | None:
+    """What all heads attend from and to; None if a call is not to be computed by heads.
 
-    Its kernels have to be cut along the axis of heads, and its `call` has to be Keras's or
+    The layer's kernels have to be cut along the axis of heads, and its `call` has to be Keras's or
     KerasHub's, which computes each head by itself. One that returns scores, or keeps keys in a
     cache, needs all heads.
 
@@ -29,21 +31,36 @@ def is_by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
         kwargs: Its keyword arguments.
     """
     if not isinstance(layer, _KINDS) or not layer.built or not _is_known(layer):
-        return False
-    inner = [layer._query_dense, layer._key_dense, layer._value_dense]
-    inner += [one for one in [getattr(layer, "_gate_dense", None)] if one is not None]
+        return None
+    inner = _inner(layer)
     kernels = [cut_kernel(one) for one in inner]
     # Kernels have (inputs, heads, size of a head), and (heads, size of a head, outputs).
     if not all(one is not None and one.cut.axis == one.cut.shape.rank - 2 for one in kernels):
-        return False
+        return None
     if not all(is_elementwise(one.activation) for one in inner):
-        return False
-    output = cut_kernel(layer._output_dense)
-    if output is None or output.cut.axis != 0 or cut_of(layer._output_dense.bias) is not None:
-        return False
+        return None
+    last = layer._output_dense
+    output = cut_kernel(last)
+    if output is None or output.cut.axis != 0 or cut_of(last.bias) is not None:
+        return None
+    if layer.activity_regularizer is not None or last.activity_regularizer is not None:
+        return None
     given = inspect.signature(type(layer).call).bind_partial(layer, *args, **kwargs).arguments
     asked = [given.get(name) for name in _ARGUMENTS]
-    return asked[0] in (None, False) and asked[1] is None
+    tensors = [one for one in map(given.get, _GIVEN) if one is not None]
+    if asked[0] not in (None, False) or asked[1] is not None:
+        return None
+    return tensors if all(isinstance(one, tf.Tensor) for one in tensors) else None
+
+
+def is_local(layer: Any) -> bool:
+    """Whether no gradient inside of attention by heads is summed, as that of a whole bias is."""
+    return all(one.bias is None or cut_of(one.bias) is not None for one in _inner(layer))
+
+
+def _inner(layer: Any) -> list[Any]:
+    inner = [layer._query_dense, layer._key_dense, layer._value_dense]
+    return inner + [one for one in [getattr(layer, "_gate_dense", None)] if one is not None]
 
 
 def _is_known(layer: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_psplus.keras_internals.keras_parts import ops
+from keras_psplus.keras_internals.keras_parts import backend, ops
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions
@@ -95,14 +95,20 @@ class _Contraction:
             inputs = local_input(inputs, axes.input, group, self._regions, part, self._kernel)
         outputs = self._compute(inputs, part)
         if axes.output is None:
-            outputs = group.sum(outputs)
-            if layer.bias is not None:
-                outputs = ops.add(outputs, layer.bias)
-            return outputs if layer.activation is None else layer.activation(outputs)
+            return outputs if self._regions.are_local else sum_of(layer, outputs, group)
         if layer.bias is not None:
             bias = local_bias(layer.bias, axes.output, outputs.shape.rank, group)
             outputs = ops.add(outputs, bias)
         return self._regions.finish(outputs, axes.output, layer.activation, group)
+
+
+def sum_of(layer: Any, partial: tf.Tensor, group: ModelGroup) -> Any:
+    """Output of a layer of which each worker has a summand."""
+    outputs = group.sum(partial)
+    if layer.bias is not None:
+        with backend.AutocastScope(outputs.dtype.name):
+            outputs = ops.add(outputs, layer.bias)
+    return outputs if layer.activation is None else layer.activation(outputs)
 
 
 def local_value(variable: keras.Variable) -> tf.Tensor:
