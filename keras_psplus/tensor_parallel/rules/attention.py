@@ -20,7 +20,7 @@ _GIVEN = ("query", "value", "key")
 
 
 def by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tf.Tensor] | None:
-    """What all heads attend from and to; None if a call is not to be computed by heads.
+    """Tensors that all heads attend from and to, or None for other calls.
 
     The layer's kernels have to be cut along the axis of heads, and its `call` has to be Keras's or
     KerasHub's, which computes each head by itself. One that returns scores, or keeps keys in a
@@ -54,7 +54,7 @@ def by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tf
 
 
 def is_local(layer: Any) -> bool:
-    """Whether no gradient inside of attention by heads is summed, as that of a whole bias is."""
+    """Whether heads sum no gradients, as those of whole biases are."""
     return all(one.bias is None or cut_of(one.bias) is not None for one in _inner(layer))
 
 
