@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology import shards
+from keras_psplus.core.graph.variables import zeros_like
 from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.updates import map_values
 
@@ -73,7 +74,7 @@ class OwnerLayout:
         """Returns all values on all workers; of those given, the owner's count."""
         if not self._is_balanced:
             owned = self._of_row[rank]
-            own = [v if i in owned else tf.zeros_like(v) for i, v in enumerate(values)]
+            own = [v if i in owned else zeros_like(v) for i, v in enumerate(values)]
             return route.sum(own)
         row = self._row([values[i] for i in self._of_row[rank]], values[0].dtype)
         rows = route.gather(row[tf.newaxis])

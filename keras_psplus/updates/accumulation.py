@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.graph.variables import zeros_like
 from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.base import Form as Form
 from keras_psplus.updates.host_count import HostCount
@@ -111,7 +112,7 @@ class _Dense:
         return tf.cast(tf.math.divide_no_nan(total, tf.cast(rows, total.dtype)), self._dtype)
 
     def clear(self) -> None:
-        self._sum.assign(tf.zeros(self._shape, self._sum.dtype), read_value=False)
+        self._sum.assign(zeros_like(self._sum.read_value()), read_value=False)
 
 
 class _Rows:

@@ -175,10 +175,11 @@ class MirroredReplicaStep(ReplicaStep):
         kept = [i for i, tensor in enumerate(tensors) if tensor is not None]
         parts = [self._parts_of(tensors[i]) for i in kept]
         # A cond passes tensors through without a copy, and each as soon as it is there.
+        has_rows = self.has_rows()
         parts = tf.cond(
-            self.has_rows(),
+            has_rows,
             lambda: tf.nest.map_structure(tf.identity, parts),
-            lambda: [none(part) for part in parts],
+            lambda: [none(part, has_rows) for part in parts],
         )
         tensors = list(tensors)
         for i, part in zip(kept, parts):
@@ -330,12 +331,24 @@ class MirroredReplicaStep(ReplicaStep):
             self._baselines[variable.ref()] = variable, value
 
 
-def _of_no_rows(part: Any) -> Any:
+def _of_no_rows(part: Any, has_rows: tf.Tensor) -> Any:
     """Equivalent of a gradient's component on a replica without rows."""
     if isinstance(part, (list, outer_products.OuterProduct)):
         return tf.nest.map_structure(lambda tensor: tensor[:0], part)
-    return _zeros(part)
+    return _zeros(part, has_rows)
 
 
-def _zeros(part: Any) -> Any:
-    return tf.nest.map_structure(tf.zeros_like, part)
+def _zeros(part: Any, has_rows: tf.Tensor) -> Any:
+    """Zeros in the places of tensors that are not there.
+
+    Args:
+        has_rows: False when they are made, so that they are no constants of the graph: these would
+            take as much memory as the model, from the first step to the last.
+    """
+
+    def zeros(tensor: tf.Tensor) -> tf.Tensor:
+        with ops.device(_HOST):
+            zero = tf.cast(has_rows, tensor.dtype)
+        return tf.fill(tf.shape(tensor), zero)
+
+    return tf.nest.map_structure(zeros, part)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus import compression
+from keras_psplus.core.graph.variables import zeros_like
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -80,4 +81,5 @@ def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
         float32 tensor.
     """
     bits = tf.bitcast(words, tf.int32)
-    return tf.bitcast(launcher.all_reduce(bits if leads else tf.zeros_like(bits)), tf.float32)
+    sent = bits if leads else zeros_like(bits)
+    return tf.bitcast(launcher.all_reduce(sent), tf.float32)

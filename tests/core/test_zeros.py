@@ -1,0 +1,43 @@
+"""Zeros that take memory only where they are needed."""
+
+import gc
+
+import pytest
+import tensorflow as tf
+
+from keras_psplus.all_reduce.step.replica_step import _zeros
+from keras_psplus.core.graph.variables import zeros_like
+
+SIZE = 1 << 20
+
+
+def kept(instead):
+    """Bytes that a function keeps which returns a tensor or, by a flag, something instead."""
+
+    @tf.function(autograph=False)
+    def choose(flag, tensor):
+        return tf.cond(flag, lambda: tf.identity(tensor), lambda: instead(tensor, flag))
+
+    def used():
+        gc.collect()
+        return tf.config.experimental.get_memory_info("CPU:0")["current"]
+
+    tensor, before = tf.ones([SIZE]), used()
+    assert float(tf.reduce_sum(choose(tf.constant(True), tensor))) == SIZE
+    assert float(tf.reduce_sum(choose(tf.constant(False), tensor * float("nan")))) == 0
+    return used() - before
+
+
+def test_zeros_in_a_branch_are_no_constants():
+    assert kept(lambda tensor, flag: zeros_like(tensor)) < SIZE
+    assert kept(_zeros) < SIZE
+    # Otherwise they are.
+    assert kept(lambda tensor, flag: tf.zeros_like(tensor)) >= 4 * SIZE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize("shape", [[], [0, 3], [2, 3]])
+def test_zeros_are_of_the_same_form(shape, dtype):
+    found = zeros_like(tf.ones(shape, dtype))
+    assert found.dtype == dtype and found.shape == shape
+    assert not tf.reduce_any(tf.cast(found, tf.bool))
