@@ -28,6 +28,10 @@ if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *inherited])
 
+# Hundreds of processes import the library, and each would compile its five hundred files, in a
+# third of a second, where Python is told to leave no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A machine that is busy is no error.
 hypothesis.settings.register_profile("without a deadline", deadline=None)
 hypothesis.settings.load_profile("without a deadline")
