@@ -11,8 +11,19 @@ import pytest
 
 # By file, patterns of the tests' names. In a name, brackets are as they are.
 TESTS = {
-    "sharding/test_shares.py": ["test_job_goes_on_from_its_backup_*[2]"],
-    "sharding/test_full_shares.py": ["test_job_goes_on_from_its_backup_*[3]"],
+    "sharding/test_shares.py": [
+        "test_job_goes_on_from_its_backup_*[2]",
+        # Element by element or whole on one worker, as others that are left.
+        *(f"test_two_*[{name}]" for name in ("rmsprop", "adamax", "adadelta", "ftrl", "lion")),
+        *("test_two_*[adagrad]", "test_two_*[lamb]", "test_two_*[embedding/adagrad]"),
+        "test_three_workers_equal_one_process[adafactor]",
+    ],
+    "sharding/test_full_shares.py": [
+        "test_job_goes_on_from_its_backup_*[3]",
+        # `mixed` has a scale of the loss as well.
+        "test_two_workers_equal_one_process[loss_scale]",
+        *("test_three_*[convolutional]", "test_three_*[adamw]"),
+    ],
     "sharding/test_options.py": [
         "test_accumulated_updates_equal_those_of_one_process[all-*",
         "test_groups_of_two_of_four_workers_equal_one_process[all]",

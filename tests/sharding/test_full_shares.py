@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from tests.results import assert_close, load
+from tests.selection import cases
 from tests.sharding.full_job import MODELS
 from tests.sharding.test_shares import (
+    ENDED,
     check,
     check_resumed,
+    compared,
     lose_a_worker,
+    of_two,
     train_alone,
     train_in_cluster,
 )
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("full_job.py")
 # Element by element, whole on one worker, whole on all.
-OPTIMIZERS = ["average", "accumulate", "loss_scale", "schedule_free", "muon", "counting"]
+OPTIMIZERS = ["accumulate", "loss_scale", "schedule_free", "muon", "counting"]
 CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
 THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
 # Of bfloat16, sums in another order differ in the third digit.
@@ -33,21 +37,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return train_alone(folder / "alone", [*CASES, "adamw", "resumed"], JOB)
+def alone(request, folder):
+    return train_alone(folder / "alone", [*compared(request), "resumed"], JOB)
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    cases = [*CASES, "ended", "units"]
-    return train_in_cluster(folder / "two", 2, cases, JOB)
+def two(request, folder):
+    names = of_two(request, "test_state_bytes_and_units", ENDED)
+    return train_in_cluster(folder / "two", 2, names, JOB)
 
 
 @pytest.fixture(scope="module")
-def three(folder, two):
-    env = {"LOADED": str(two[0] / "all.worker-0.keras")}
-    cases = [*THREE, "load", "units"]
-    return train_in_cluster(folder / "three", 3, cases, JOB, env={**env, "KEEPS": "1"})
+def three(request, folder, two):
+    env = {"LOADED": str(two[0] / "all.worker-0.keras"), "KEEPS": "1"}
+    names = [*cases(request, "test_three_workers_equal_one_process"), "load", "units"]
+    return train_in_cluster(folder / "three", 3, names, JOB, env=env)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,6 +64,7 @@ def test_three_workers_equal_one_process(alone, three, case):
     check(alone, three, case, 2e-5)
 
 
+@pytest.mark.cases("units")
 def test_state_bytes_and_units(two):
     """Parts of weights, and a step's bytes and gatherings."""
     path, result = two
@@ -88,6 +93,7 @@ def test_weights_that_are_kept_send_no_more_than_all_reduce(three):
     assert "backward" not in found
 
 
+@pytest.mark.cases("ended", "adamw")
 def test_slots_can_be_read_when_other_workers_have_ended(alone, two):
     path, result = two
     found = load(path / "ended.worker-0.npz", result.logs["worker-0"])
@@ -96,6 +102,7 @@ def test_slots_can_be_read_when_other_workers_have_ended(alone, two):
     assert_close(found, slots, 2e-5)
 
 
+@pytest.mark.cases("files")
 def test_files_go_on_elsewhere(folder, alone, two, three):
     expected = load(alone / "files.one.npz", "")
     slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}
