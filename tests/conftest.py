@@ -52,8 +52,12 @@ LONG = (
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
     *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
+    "serving",
     *(
+        "core/test_slow_task.py",
         "gpu/test_steps.py",
+        "cluster/test_channel.py",
+        "cluster/test_early_init.py",
         "cluster/test_serve.py",
         "cluster/test_rendezvous.py",
         "keras_hooks/test_hooks.py",
