@@ -2,7 +2,7 @@
 
 jit_blocks_job.py FOLDER
 
-Each worker writes what it has found to `<folder>/<task>.json`, the chief also what one process does.
+Each worker writes what it has found to `<folder>/<task>.json`. The chief also trains alone.
 """
 
 import json
