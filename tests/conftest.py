@@ -28,6 +28,10 @@ if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *inherited])
 
+# Hundreds of processes import the library, and each would compile its five hundred files, in a
+# third of a second, where Python is told to leave no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A machine that is busy is no error.
 hypothesis.settings.register_profile("without a deadline", deadline=None)
 hypothesis.settings.load_profile("without a deadline")
@@ -48,8 +52,12 @@ LONG = (
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
     *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
+    "serving",
     *(
+        "core/test_slow_task.py",
         "gpu/test_steps.py",
+        "cluster/test_channel.py",
+        "cluster/test_early_init.py",
         "cluster/test_serve.py",
         "cluster/test_rendezvous.py",
         "keras_hooks/test_hooks.py",

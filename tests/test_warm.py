@@ -62,6 +62,23 @@ def test_a_fork_is_as_a_new_interpreter(monkeypatch, script):
     assert told[0]["hash"] != told[1]["hash"]
 
 
+def test_a_launcher_and_its_tasks_are_forks(monkeypatch, script, tmp_path):
+    command = ["-m", "keras_psplus", "run", "--workers=2", "--verbose", f"--log_dir={tmp_path}"]
+    done = run(monkeypatch, [sys.executable, *command, script, "x"], cwd=tmp_path)
+    assert done.returncode == 7
+    launchers = set()
+    for number in range(2):
+        text = (tmp_path / f"worker-{number}.log").read_text()
+        told = json.loads(text.splitlines()[0])
+        assert told["argv"] == [str(script), "x"] and told["group"]
+        assert told["cwd"] == told["beside"] == str(tmp_path)
+        assert told["has_keras"] and not told["has_library"]
+        launchers.add(told["parent"])
+    assert len(launchers) == 1 and os.getpid() not in launchers
+    with pytest.raises(ProcessLookupError):
+        os.kill(launchers.pop(), 0)
+
+
 def test_it_is_killed_like_others(monkeypatch, script):
     script.write_text("import time; print('here', flush=True); time.sleep(60)")
     monkeypatch.setattr(subprocess, "Popen", warm.Popen)

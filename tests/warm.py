@@ -5,7 +5,8 @@ two fifths of its time. `Popen` is `subprocess.Popen`, but a script is run by a 
 `keras_psplus.cluster.process.warm.WarmPython` that has imported what `quick_start.py` does.
 
 Two of these take turns, so that the tasks of a cluster still differ in how Python orders sets of
-strings. What a new interpreter would do differently is started in a new interpreter.
+strings. The command `python -m keras_psplus run` is such a fork too, and so are its tasks: see
+`warm_launcher.py`. What a new interpreter would do differently is started in a new interpreter.
 """
 
 import atexit
@@ -20,6 +21,7 @@ import threading
 _PROCESSES = 2
 _ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 _WRAPPER = "exec_with_parent.py"
+_LAUNCHER = "-m", "keras_psplus", "run"
 # Read at the start of Python or TensorFlow; all have the caller's, but for the log level.
 _AT_THE_START = ("KERAS_BACKEND", "LD_PRELOAD", "PYTHONHASHSEED")
 _LOG_LEVEL = ("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -56,6 +58,8 @@ def _script(args):
     ends_with_parent = len(args) > 4 and args[3].endswith(_WRAPPER)
     if ends_with_parent:
         args = args[5:]
+    if args[:1] == [sys.executable] and tuple(args[1:4]) == _LAUNCHER:
+        args[1:3] = [os.path.join(_ROOT, "tests", "warm_launcher.py")]
     is_script = len(args) > 1 and args[0] == sys.executable and args[1].endswith(".py")
     return (args[1:] if is_script else None), ends_with_parent
 
@@ -70,7 +74,14 @@ def _starts_alike(given, environ):
 
 _lock = threading.Lock()
 _processes = []
-_turns = itertools.cycle(range(_PROCESSES))
+_turns = itertools.count()
+
+
+def use(processes):
+    """Has scripts run in forks of these `WarmPython`s."""
+    for process in processes:
+        _processes.append(process)
+        atexit.register(process.close)
 
 
 def _next():
@@ -80,8 +91,5 @@ def _next():
         if not _processes:
             environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
             environ |= dict([_LOG_LEVEL]) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _ROOT}
-            modules = ["tests.quick_start"]
-            _processes.extend(WarmPython(modules, environ) for _ in range(_PROCESSES))
-            for process in _processes:
-                atexit.register(process.close)
-        return _processes[next(_turns)]
+            use([WarmPython(["tests.quick_start"], environ) for _ in range(_PROCESSES)])
+        return _processes[next(_turns) % len(_processes)]

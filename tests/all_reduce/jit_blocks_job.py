@@ -2,7 +2,7 @@
 
 jit_blocks_job.py FOLDER
 
-Each worker writes what it has found to `<folder>/<task>.json`.
+Each worker writes what it has found to `<folder>/<task>.json`. The chief also trains alone.
 """
 
 import json
@@ -162,8 +162,9 @@ def main(folder):
     strategy = psp.MultiWorkerMirroredStrategy(jit_blocks=PARTS)
     results = {}
     for make in (mlp, transformer, Own):
-        with psp.single_process():
-            results[f"{make.__name__} alone"] = trained(make, True)
+        if strategy.is_chief:
+            with psp.single_process():
+                results[f"{make.__name__} alone"] = trained(make, True)
         with strategy.scope(), recorded() as functions:
             results[make.__name__] = trained(make, "auto")
         results[f"{make.__name__} waits"] = waits(functions)

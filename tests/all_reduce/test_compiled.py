@@ -16,14 +16,14 @@ from keras_psplus.core.graph import xla_operations
 
 pytestmark = pytest.mark.timeout(1500)
 
-JOB = "tests.all_reduce.compiled_job"
+JOB = pathlib.Path(__file__).with_name("compiled_job.py")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "results.json"
     done = subprocess.run(
-        [sys.executable, "-m", JOB, path], capture_output=True, text=True, timeout=1200
+        [sys.executable, str(JOB), path], capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(pathlib.Path(path).read_text())

@@ -24,6 +24,11 @@ CLUSTER = [
     "own train_step",
 ]
 ALONE = ["epochs", "at the end of an epoch", "Grain", "own train_step"]
+ALONE_LOOK = (
+    "test_one_replica_resumes_as_if_nothing_had_happened",
+    "test_a_kill_while_the_thread_writes_leaves_the_backup_before",
+    "test_backups_that_cannot_be_are_refused",
+)
 
 
 def lines_of(log):
@@ -64,9 +69,10 @@ def run_alone(*args):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(request, tmp_path_factory):
     """The same as of the cluster."""
-    done = run_alone(tmp_path_factory.mktemp("alone"), "refused", *ALONE)
+    wanted = cases(request, *ALONE_LOOK, argument="name")
+    done = run_alone(tmp_path_factory.mktemp("alone"), "refused", *wanted)
     assert done.returncode == 0, done.stderr[-4000:]
     return lines_of(done.stdout)
 
@@ -77,6 +83,7 @@ def test_one_replica_resumes_as_if_nothing_had_happened(alone, name):
     assert broken_off and not differing
 
 
+@pytest.mark.cases("epochs")
 def test_a_kill_while_the_thread_writes_leaves_the_backup_before(alone, tmp_path):
     # The sixth backup is one of 18 batches.
     killed = run_alone(tmp_path, "dies in a write")
@@ -91,6 +98,7 @@ def test_a_kill_while_the_thread_writes_leaves_the_backup_before(alone, tmp_path
     assert found == alone["epochs"][2]
 
 
+@pytest.mark.cases("epochs")
 def test_backups_that_cannot_be_are_refused(alone):
     frequency, folder, model, optimizer, batch_size = alone["refused"]
     assert frequency.endswith("at least 1. Received: save_freq=-1")

@@ -76,8 +76,9 @@ def train(case, x, y, epochs=2, **others):
 
 
 def train_more(model, case, x, y):
-    """Changes rows."""
-    model.fit(tf.data.Dataset.from_tensors((as_ids(case, x), y)), verbose=0)
+    """Changes rows, by a batch of which the shape is no more known than that of others."""
+    dataset = tf.data.Dataset.from_tensor_slices((as_ids(case, x), y)).batch(BATCH)
+    model.fit(dataset, verbose=0)
 
 
 def contents(model, table):

@@ -7,6 +7,7 @@ come to is left in the folder.
 """
 
 import contextlib
+import functools
 import sys
 
 from tests import quick_start  # noqa: F401
@@ -57,6 +58,17 @@ def compare(model, expected):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
+@functools.cache
+def plain():
+    """The model that one process has trained."""
+    return trained(None)[0]
+
+
+def pulled(communication):
+    traffic = communication.traffic()
+    return sum(one.wire_bytes for one in traffic if one.direction == "pull")
+
+
 def first_steps_are_measured_with_and_without(strategy):
     """As with `overlap_steps="auto"`, on links of which any may be worth it."""
     context, expected = strategy._context, trained(None, epochs=3)[0]
@@ -71,11 +83,16 @@ def first_steps_are_measured_with_and_without(strategy):
     compare(model, expected)
 
 
-def almost_all_steps_overlap(strategy):
+def almost_all_steps_overlap_and_bytes_are_those_of_one_read_a_step(strategy):
+    before = pulled(strategy.communication)
     model, overlapped = trained(strategy)
-    compare(model, trained(None)[0])
+    sent = pulled(strategy.communication) - before
+    compare(model, plain())
     # The first step reads the servers: there are no copies yet.
     assert overlapped == 2 * STEPS - 1, overlapped
+    weights = sum(4 * w.size for w in model.get_weights())
+    # By both workers; once more at the beginning.
+    np.testing.assert_allclose(sent, 2 * weights * (2 * STEPS + 1), rtol=0.01)
 
 
 def callbacks_may_write(strategy):
@@ -120,7 +137,7 @@ class Logs(keras.callbacks.Callback):
 def what_is_read_later_is_from_before_the_step(strategy):
     logs = Logs()
     model, overlapped = trained(strategy, ReadsLater, [logs])
-    compare(model, trained(None)[0])
+    compare(model, plain())
     assert overlapped == 2 * STEPS - 1, overlapped
     assert [steps for _, steps in logs.seen] == list(range(2 * STEPS)), logs.seen
     np.testing.assert_allclose([kernel for kernel, _ in logs.seen], logs.kernels, rtol=1e-5)
@@ -141,7 +158,7 @@ class ReadsInside(keras.Sequential):
 
 def what_cannot_read_copies_does_not_overlap(strategy):
     model, overlapped = trained(strategy, ReadsInside)
-    compare(model, trained(None)[0])
+    compare(model, plain())
     assert overlapped == 0, overlapped
 
 
@@ -231,18 +248,6 @@ def an_error_changes_no_weight(strategy):
     compare(model, trained(None, epochs=1)[0])
 
 
-def bytes_are_those_of_one_read_a_step(strategy):
-    def pulled():
-        traffic = strategy.communication.traffic()
-        return sum(one.wire_bytes for one in traffic if one.direction == "pull")
-
-    before = pulled()
-    model, _ = trained(strategy)
-    weights = sum(4 * w.size for w in model.get_weights())
-    # By both workers; once more at the beginning.
-    np.testing.assert_allclose(pulled() - before, 2 * weights * (2 * STEPS + 1), rtol=0.01)
-
-
 def models_of_the_same_weights(strategy):
     """Each has copies of its own, which the other's steps make old."""
 
@@ -284,14 +289,13 @@ def a_function_that_writes_ends_it(strategy):
 
 CASES = [
     first_steps_are_measured_with_and_without,
-    almost_all_steps_overlap,
+    almost_all_steps_overlap_and_bytes_are_those_of_one_read_a_step,
     callbacks_may_write,
     what_is_read_later_is_from_before_the_step,
     what_cannot_read_copies_does_not_overlap,
     steps_that_overlap_and_others_take_turns,
     rows_of_embeddings,
     an_error_changes_no_weight,
-    bytes_are_those_of_one_read_a_step,
     models_of_the_same_weights,
     a_function_that_writes_ends_it,
 ]

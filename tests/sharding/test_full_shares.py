@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from tests.results import assert_close, load
+from tests.selection import cases
 from tests.sharding.full_job import MODELS
 from tests.sharding.test_shares import (
+    ENDED,
     check,
     check_resumed,
+    compared,
     lose_a_worker,
+    of_two,
     train_alone,
     train_in_cluster,
 )
@@ -20,7 +24,7 @@ pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("full_job.py")
 # Element by element, whole on one worker, whole on all.
-OPTIMIZERS = ["average", "accumulate", "loss_scale", "schedule_free", "muon", "counting"]
+OPTIMIZERS = ["accumulate", "loss_scale", "schedule_free", "muon", "counting"]
 CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
 THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
 COMPILED = ["encoder", "convolutional", "tied", "branching", "mixed", "remat"]
@@ -34,21 +38,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return train_alone(folder / "alone", [*CASES, "adamw", "resumed"], JOB)
+def alone(request, folder):
+    return train_alone(folder / "alone", [*compared(request), "resumed"], JOB)
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    cases = [*CASES, "ended", "units"]
-    return train_in_cluster(folder / "two", 2, cases, JOB)
+def two(request, folder):
+    names = of_two(request, "test_state_bytes_and_units", ENDED)
+    return train_in_cluster(folder / "two", 2, names, JOB)
 
 
 @pytest.fixture(scope="module")
-def three(folder, two):
-    env = {"LOADED": str(two[0] / "all.worker-0.keras")}
-    cases = [*THREE, "load", "units"]
-    return train_in_cluster(folder / "three", 3, cases, JOB, env={**env, "KEEPS": "1"})
+def three(request, folder, two):
+    env = {"LOADED": str(two[0] / "all.worker-0.keras"), "KEEPS": "1"}
+    names = [*cases(request, "test_three_workers_equal_one_process"), "load", "units"]
+    return train_in_cluster(folder / "three", 3, names, JOB, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,8 @@ def compiled_alone(folder):
 
 @pytest.fixture(scope="module")
 def compiled(folder):
-    cases, env = [*COMPILED, "units"], {"COMPILES": "1"}
-    return train_in_cluster(folder / "compiled", 2, cases, JOB, env=env)
+    names, env = [*COMPILED, "units"], {"COMPILES": "1"}
+    return train_in_cluster(folder / "compiled", 2, names, JOB, env=env)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,6 +87,7 @@ def test_what_units_leave_uncompiled_is_said(compiled):
     assert "the call of 'writing': it changes weights in shares" in log
 
 
+@pytest.mark.cases("units")
 @pytest.mark.parametrize("compiles", [False, True])
 def test_state_bytes_and_units(request, compiles):
     """Parts of weights, and a step's bytes and gatherings."""
@@ -112,6 +117,7 @@ def test_weights_that_are_kept_send_no_more_than_all_reduce(three):
     assert "backward" not in found
 
 
+@pytest.mark.cases("ended", "adamw")
 def test_slots_can_be_read_when_other_workers_have_ended(alone, two):
     path, result = two
     found = load(path / "ended.worker-0.npz", result.logs["worker-0"])
@@ -120,6 +126,7 @@ def test_slots_can_be_read_when_other_workers_have_ended(alone, two):
     assert_close(found, slots, 2e-5)
 
 
+@pytest.mark.cases("files")
 def test_files_go_on_elsewhere(folder, alone, two, three):
     expected = load(alone / "files.one.npz", "")
     slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}

@@ -14,14 +14,18 @@ import pytest
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
 from tests.results import assert_close, load
+from tests.selection import cases
 from tests.sharding.shares_job import OPTIMIZERS
 
 pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("shares_job.py")
 EMBEDDINGS = ["embedding/adamw", "embedding/momentum_clipnorm", "embedding/adagrad"]
-CASES = [*OPTIMIZERS, *EMBEDDINGS, "two_optimizers", "files"]
-THREE = ["adamw", "muon", "adafactor", "embedding/adamw", "average", "files"]
+# `files` is `average`, of which it makes files.
+CASES = [*(name for name in OPTIMIZERS if name != "average"), *EMBEDDINGS]
+CASES += ["two_optimizers", "files"]
+THREE = ["adamw", "muon", "adafactor", "embedding/adamw", "files"]
+ENDED = "test_slots_can_be_read_when_other_workers_have_ended"
 TOLERANCE = 5e-6
 
 
@@ -30,16 +34,27 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shares")
 
 
+def compared(request, *tests):
+    """Cases that the tests compare with one process: all of the module's, or those of some."""
+    return [name for name in cases(request, *tests) if name not in ("bytes", "ended", "units")]
+
+
+def of_two(request, *others):
+    """Cases of two workers: "files" for others to read, and last the one that others end before."""
+    found = [*cases(request, "test_two_workers_equal_one_process", *others), "files"]
+    return sorted(dict.fromkeys(found), key="ended".__eq__)
+
+
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(request, folder):
     """What one process leaves, in a folder."""
-    return train_alone(folder / "alone", [*CASES, "resumed"])
+    return train_alone(folder / "alone", [*compared(request), "resumed"])
 
 
-def train_alone(path, cases, job=JOB, **env):
+def train_alone(path, names, job=JOB, **env):
     path.mkdir()
     env = {**os.environ, **env, "PYTHONPATH": python_path(os.environ)}
-    command = [sys.executable, str(job), str(path), ",".join(cases)]
+    command = [sys.executable, str(job), str(path), ",".join(names)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr[-4000:]
     return path
@@ -52,14 +67,16 @@ def train_in_cluster(path, workers, cases, job=JOB, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    return train_in_cluster(folder / "two", 2, [*CASES, "bytes", "ended"])
+def two(request, folder):
+    tests = "test_state_and_bytes", "test_table", ENDED
+    return train_in_cluster(folder / "two", 2, of_two(request, *tests))
 
 
 @pytest.fixture(scope="module")
-def three(folder, two):
+def three(request, folder, two):
     env = {"LOADED": str(two[0] / "all.worker-0.keras")}
-    return train_in_cluster(folder / "three", 3, [*THREE, "load"], env=env)
+    names = [*cases(request, "test_three_workers_equal_one_process"), "load"]
+    return train_in_cluster(folder / "three", 3, names, env=env)
 
 
 def check(alone, cluster, case, tolerance=TOLERANCE):
@@ -80,6 +97,7 @@ def test_three_workers_equal_one_process(alone, three, case):
     check(alone, three, case)
 
 
+@pytest.mark.cases("bytes")
 def test_state_and_bytes(two):
     path, result = two
     found = load(path / "bytes.worker-1.npz", result.logs["worker-1"])
@@ -90,6 +108,7 @@ def test_state_and_bytes(two):
     assert all_reduced <= found["wire"] <= 1.1 * all_reduced
 
 
+@pytest.mark.cases("momentum_clipnorm", "muon", "counting")
 def test_table(two):
     log = two[1].logs["worker-0"]
     assert "in shares: the slots of 6 variables are cut into equal parts" in log
@@ -97,6 +116,7 @@ def test_table(two):
     assert "nothing is cut (variable 'counting_sgd/count' is of no one variable" in log
 
 
+@pytest.mark.cases("ended", "adamw")
 def test_slots_can_be_read_when_other_workers_have_ended(two):
     path, result = two
     found = load(path / "ended.worker-0.npz", result.logs["worker-0"])
@@ -106,6 +126,7 @@ def test_slots_can_be_read_when_other_workers_have_ended(two):
         np.testing.assert_array_equal(value, expected[name.replace("ended", "slots")])
 
 
+@pytest.mark.cases("files")
 def test_files_go_on_elsewhere(folder, alone, two, three):
     expected = load(alone / "files.one.npz", "")
     slots = {k.replace("slots", "read"): v for k, v in expected.items() if k.startswith("slots")}
