@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology import shards
-from keras_psplus.core.graph.variables import zeros_like
 from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.updates import map_values
+from keras_psplus.updates.values import zeros_like
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.graph.variables import zeros_like
 from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.base import Form as Form
 from keras_psplus.updates.host_count import HostCount
+from keras_psplus.updates.values import zeros_like
 
 
 def forms_of(grads: Grads) -> list[Form | None]:

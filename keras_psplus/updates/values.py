@@ -36,3 +36,20 @@ def map_values(
 def numbers_of(gradients: Iterable[Any]) -> list[Any]:
     """Tensors with the numbers of gradients, which may be `tf.IndexedSlices`."""
     return [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+
+
+def zeros_like(tensor: tf.Tensor) -> tf.Tensor:
+    """Zeros in the place of a tensor, made when the tensor is there.
+
+    Those of `tf.zeros` are constants of a graph for TensorFlow, which take their memory from the
+    first step to the last: in the places of gradients, as much as the model.
+
+    Args:
+        tensor: Tensor of static shape.
+    """
+    if tensor.shape.num_elements() == 0:
+        return tf.identity(tensor)
+    first = tf.reshape(tensor, [-1])[0]
+    # False, which TensorFlow cannot know.
+    never = tf.logical_and(first != first, tf.equal(first, first))
+    return tf.fill(tensor.shape, tf.cast(never, tensor.dtype))

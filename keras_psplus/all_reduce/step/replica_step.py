@@ -175,9 +175,8 @@ class MirroredReplicaStep(ReplicaStep):
         kept = [i for i, tensor in enumerate(tensors) if tensor is not None]
         parts = [self._parts_of(tensors[i]) for i in kept]
         # A cond passes tensors through without a copy, and each as soon as it is there.
-        has_rows = self.has_rows()
         parts = tf.cond(
-            has_rows,
+            has_rows := self.has_rows(),
             lambda: tf.nest.map_structure(tf.identity, parts),
             lambda: [none(part, has_rows) for part in parts],
         )
@@ -339,14 +338,8 @@ def _of_no_rows(part: Any, has_rows: tf.Tensor) -> Any:
 
 
 def _zeros(part: Any, has_rows: tf.Tensor) -> Any:
-    """Zeros in the places of tensors that are not there.
-
-    Args:
-        has_rows: False when they are made, so that they are no constants of the graph: these would
-            take as much memory as the model, from the first step to the last.
-    """
-
     def zeros(tensor: tf.Tensor) -> tf.Tensor:
+        # It is False here. Constants would take as much memory as the model, in all steps.
         with ops.device(_HOST):
             zero = tf.cast(has_rows, tensor.dtype)
         return tf.fill(tf.shape(tensor), zero)

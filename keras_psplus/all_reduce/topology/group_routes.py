@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.core.graph.variables import zeros_like
+from keras_psplus.updates.values import zeros_like
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -80,6 +80,5 @@ def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
     Returns:
         float32 tensor.
     """
-    bits = tf.bitcast(words, tf.int32)
-    sent = bits if leads else zeros_like(bits)
-    return tf.bitcast(launcher.all_reduce(sent), tf.float32)
+    bits = tf.bitcast(words if leads else zeros_like(words), tf.int32)
+    return tf.bitcast(launcher.all_reduce(bits), tf.float32)

@@ -30,20 +30,3 @@ def record_read(variable: tf.Variable, value: tf.Tensor) -> None:
         backward_function=lambda gradient: [gradient],
         forward_function=lambda tangent: [tangent],
     )
-
-
-def zeros_like(tensor: tf.Tensor) -> tf.Tensor:
-    """Zeros in the place of a tensor, made when the tensor is there.
-
-    Those of `tf.zeros` are constants of a graph for TensorFlow, which take their memory from the
-    first step to the last: in the places of gradients, as much as the model.
-
-    Args:
-        tensor: Tensor of static shape.
-    """
-    if tensor.shape.num_elements() == 0:
-        return tf.identity(tensor)
-    first = tf.reshape(tensor, [-1])[0]
-    # False, which TensorFlow cannot know.
-    never = tf.logical_and(first != first, tf.equal(first, first))
-    return tf.fill(tensor.shape, tf.cast(never, tensor.dtype))

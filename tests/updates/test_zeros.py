@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.replica_step import _zeros
-from keras_psplus.core.graph.variables import zeros_like
+from keras_psplus.updates.values import zeros_like
 
 SIZE = 1 << 20
 
