@@ -74,7 +74,7 @@ FOLDERS = {
         *("context", "engine", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
-    "layers": ["combiners", "dynamic_embedding"],
+    "layers": ["combiners", "dynamic_embedding", "feature_lookup"],
     "parameter_server": [
         *("modes", "tracing", "placement", "state", "transport"),
         *("data", "scheduling", "startup", "extended", "context", "reports", "steps"),

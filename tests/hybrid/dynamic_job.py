@@ -42,6 +42,7 @@ CASES = {
         lambda: optimizers.SGD(0.5, momentum=0.9),
         False,
     ),
+    "keras_rs": ({"admit": tables.Count(2), "combiner": "sqrtn"}, adam, False),
 }
 
 
@@ -59,6 +60,19 @@ def as_ids(case, x):
     return np.array([[f"id {key}" for key in row] for row in x]) if CASES[case][2] else x
 
 
+def of_features(table, ids):
+    """Two of KerasRS's features of one table, in a layer that its configuration has made."""
+    import keras_rs
+
+    def feature(name, *length):
+        return keras_rs.layers.FeatureConfig(name, table, (None, *length), (None, DIM))
+
+    features = {"several": feature("several", 4), "one": feature("one")}
+    layer = keras_rs.layers.DistributedEmbedding(features)
+    found = layer({"several": ids[:, :4], "one": ids[:, 4]})
+    return keras.layers.Concatenate()([found["several"], found["one"]])
+
+
 def train(case, x, y, epochs=2, **others):
     """What a case comes to."""
     options, optimizer, is_text = CASES[case]
@@ -66,7 +80,8 @@ def train(case, x, y, epochs=2, **others):
     ids = keras.Input((5,), dtype="string" if is_text else "int64")
     initializer = keras.initializers.RandomUniform(-0.05, 0.05, seed=7)
     table = psp.layers.DynamicEmbedding(DIM, initializer=initializer, name="t", **options)
-    model = keras.Model(ids, head(keras.layers.Flatten()(table(ids))))
+    embedded = of_features(table, ids) if case == "keras_rs" else table(ids)
+    model = keras.Model(ids, head(keras.layers.Flatten()(embedded)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer(), loss, metrics=["accuracy"])
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)

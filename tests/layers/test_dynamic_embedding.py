@@ -142,6 +142,34 @@ def test_what_does_not_fit_is_refused():
         model.fit(KEYS, np.zeros([5, 3]), verbose=0)
 
 
+def test_features_of_keras_rs_share_a_table_in_files_too(tmp_path):
+    rs = pytest.importorskip("keras_rs").layers
+    table = layer(combiner="sum", name="items")
+
+    def feature(name, *length):
+        return rs.FeatureConfig(name, table, (None, *length), (None, 3))
+
+    embedding = rs.DistributedEmbedding({"two": feature("two", 2), "one": feature("one")})
+    ids = keras.Input((3,), dtype="int64")
+    found = embedding({"two": ids[:, :2], "one": ids[:, 2]})
+    model = keras.Model(ids, found["two"] - found["one"])
+    model.compile("sgd", "mse")
+    model.fit(KEYS[[[0, 1, 2], [2, 1, 3]]], np.ones([2, 3]), verbose=0)
+    assert sorted(table.keys) == sorted(KEYS[:4])
+    rows = table(KEYS[:4, np.newaxis]).numpy()
+    x = KEYS[[[0, 1, 3]]]
+    np.testing.assert_allclose(model.predict(x, verbose=0)[0], rows[0] + rows[1] - rows[3], 1e-5)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(again.predict(x, verbose=0), model.predict(x, verbose=0))
+
+    with pytest.raises(ValueError, match="have keys, and are no matrix.*Received: 'items'"):
+        embedding.get_embedding_tables()
+    other = rs.FeatureConfig("other", layer(), (None, 2), (None, 3))
+    with pytest.raises(ValueError, match="combines the rows of each example.*Received: combiner"):
+        rs.DistributedEmbedding({"other": other})
+
+
 def test_weights_are_set_for_the_keys_that_there_are():
     model = keras.Sequential([keras.Input((3,), dtype="int64"), psp.layers.DynamicEmbedding(4)])
     model.compile("sgd", "mse")
