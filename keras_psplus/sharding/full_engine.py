@@ -107,6 +107,8 @@ class FullyShardedEngine(ShardedEngine):
             return call.proceed()
 
     def gradient(self, call: Call) -> Any:
+        self.units.note_gradient()
+
         def regathering(*args: Any, **kwargs: Any) -> Any:
             with self.units.backward():
                 return call.original(*args, **kwargs)

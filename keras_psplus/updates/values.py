@@ -45,10 +45,11 @@ def zeros_like(tensor: tf.Tensor) -> tf.Tensor:
     first step to the last: in the places of gradients, as much as the model.
 
     Args:
-        tensor: Tensor of static shape.
+        tensor: Tensor of static shape; of another one, they are those of `tf.zeros_like`.
     """
-    if tensor.shape.num_elements() == 0:
-        return tf.identity(tensor)
+    size = tensor.shape.num_elements()
+    if not size:
+        return tf.identity(tensor) if size == 0 else tf.zeros_like(tensor)
     first = tf.reshape(tensor, [-1])[0]
     # False, which TensorFlow cannot know.
     never = tf.logical_and(first != first, tf.equal(first, first))

@@ -246,10 +246,45 @@ def remat():
     return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
 
 
+class Differentiating(L.Dense):
+    """A layer that asks for the gradient of its own weights, of which its output is independent."""
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            y = super().call(x)
+            total = tf.reduce_sum(y**2)
+        return y + 0.0 * tf.reduce_mean(tape.gradient(total, [self.kernel._value])[0])
+
+
+class Several(keras.Model):
+    """A model whose step asks one tape for gradients twice."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+            penalty = tf.reduce_mean(y_pred**2)
+        pairs = [tape.gradient(one, self.trainable_variables) for one in (loss, penalty)]
+        self.optimizer.apply([a + 0.1 * b for a, b in zip(*pairs)], self.trainable_variables)
+        return self.compute_metrics(x, y, y_pred) | {"loss": loss}
+
+
+def several():
+    layers = [L.Dense(6, activation="tanh"), Recomputed(6, activation="tanh")]
+    layers += [Differentiating(6, activation="tanh"), L.Dense(3)]
+    inputs = x = keras.Input((7,))
+    for layer in layers:
+        x = layer(x)
+    # Of its kernel, the gradient needs no value, but of two factors that are added to it.
+    layers[0].enable_lora(2)
+    return Several(inputs, x)
+
+
 PREDICTING = "transformer", "branching", "tied", "penalty"
 TOKENS = "transformer", "tied", "mixed", "encoder"
 SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "branching": (7,)}
-SHAPES |= {"penalty": (7,), "remat": (7,), "repeating": (7,)}
+SHAPES |= {"penalty": (7,), "remat": (7,), "repeating": (7,), "several": (7,)}
 MODELS = {
     "transformer": (
         transformer,
@@ -264,6 +299,7 @@ MODELS = {
     "repeating": (repeating, lambda: O.SGD(0.1)),
     "mixed": (mixed, lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9))),
     "remat": (remat, lambda: O.SGD(0.05, momentum=0.9)),
+    "several": (several, lambda: O.SGD(0.05, momentum=0.9)),
 }
 
 
@@ -350,6 +386,7 @@ def units(is_chief):
     units_module.UnitCall, units_module.Backward = Call, Backward
     units_module.UnitGroup = Group
     keras.utils.set_random_seed(3)
+    units_module._GROUP_BYTES = 1 << 20
     x = np.random.RandomState(1).randn(48, 7).astype("float32")
     small = keras.Sequential([keras.Input((7,)), *(L.Dense(6) for _ in range(5))])
     small.compile(O.SGD(0.1), LOSS, jit_compile=shares_job.JIT)
@@ -385,6 +422,9 @@ def units(is_chief):
 
 if __name__ == "__main__":
     cases = {name: lambda name=name: trained(name) for name in MODELS}
+    if "COMPILES" in os.environ:
+        # Each unit's weights are gathered again.
+        units_module._GROUP_BYTES = 1
     is_chief = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index") == 0
     cases["units"] = lambda: units(is_chief)
     shares_job.main(

@@ -27,7 +27,7 @@ JOB = pathlib.Path(__file__).with_name("full_job.py")
 OPTIMIZERS = ["accumulate", "loss_scale", "schedule_free", "muon", "counting"]
 CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
 THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
-COMPILED = ["encoder", "convolutional", "tied", "branching", "mixed", "remat"]
+COMPILED = ["encoder", "convolutional", "tied", "branching", "mixed", "several"]
 # Of bfloat16, sums in another order differ in the third digit.
 TOLERANCES = {"mixed": 3e-2}
 
@@ -85,6 +85,7 @@ def test_what_units_leave_uncompiled_is_said(compiled):
     log = compiled[1].logs["worker-0"]
     assert "the call of 'batch_normalization': XLA cannot compile its CollectiveGather" in log
     assert "the call of 'writing': it changes weights in shares" in log
+    assert "the call of 'differentiating': it computes gradients itself" in log
 
 
 @pytest.mark.cases("units")

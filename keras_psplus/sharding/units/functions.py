@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _CONTROL_FLOW = (
 
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
+_numbers = itertools.count()
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
 _KEEP_VALUES = "Cast", "Identity", "Reshape"
 
@@ -47,20 +49,27 @@ class Derived:
                 self._operations.append(op)
                 self._made.update(output.name for output in op.outputs)
 
-    def copied(self, again: Mapping[str, tf.Tensor], graph: tf.Graph) -> dict[str, tf.Tensor]:
+    def copied(
+        self,
+        again: Mapping[str, tf.Tensor],
+        graph: tf.Graph,
+        kept: Mapping[str, tf.Tensor] | None = None,
+    ) -> dict[str, tf.Tensor]:
         """Other weights, and what copies compute with them, by names of the first ones.
 
         Args:
             graph: Graph of the copies.
+            kept: Tensors of that graph, by names of those of another one that are theirs.
         """
-        found = dict(again)
+        found, kept = dict(again), kept or {}
 
         def copy(op: tf.Operation) -> list[tf.Tensor]:
-            attributes, inputs = op.node_def.attr, []
+            inputs = []
             for one in op.inputs:
-                is_here = one.name in found or one.graph is graph
-                inputs.append(found.get(one.name, one) if is_here else copy(one.op)[0])
-            types = [output.dtype for output in op.outputs]
+                other = one if one.graph is graph else kept.get(one.name)
+                other = found.get(one.name, other)
+                inputs.append(copy(one.op)[one.value_index] if other is None else other)
+            types, attributes = [output.dtype for output in op.outputs], op.node_def.attr
             attributes = {name: attributes[name] for name in attributes}
             return list(graph.create_op(op.type, inputs, types, attrs=attributes).outputs)
 
@@ -83,13 +92,13 @@ class UnitFunction(CompiledFunction):
     Attributes:
         captures: The function's own tensors, by ids of those of the step that it takes.
         operation: The operation that calls it, or None.
-        writes: Whether it changes weights in shares.
+        refused: A reason of the layers for which it is not compiled, or None.
     """
 
     def __init__(self, traces: list[UnitFunction], *args: Any) -> None:
         self.operation: tf.Operation | None = None
         self._inside: Any = None
-        self.writes = False
+        self.refused: str | None = None
         # Weights that it reads, and what was gathered of them.
         self._read: dict[int, tuple[WeightShare, tf.Tensor]] = {}
         traces.append(self)
@@ -101,6 +110,8 @@ class UnitFunction(CompiledFunction):
 
     def _run(self, *args: Any) -> Any:
         self._inside = framework_ops.get_default_graph()
+        # By which the function's gradient is known.
+        self._inside.name = f"unit_{next(_numbers)}"
         return super()._run(*args)
 
     @property
@@ -116,15 +127,22 @@ class UnitFunction(CompiledFunction):
     @property
     def is_in_gradient(self) -> bool:
         """Whether what is traced now is the function's gradient, or lies in it."""
-        begin = f"__backward_{self._graph.name}_"
+        if self._inside is None:
+            return False
+        begin = f"__backward_{self._inside.name}_"
         return any(getattr(graph, "name", "").startswith(begin) for graph in _graphs())
+
+    def whole_of(self, weight: WeightShare) -> tf.Tensor | None:
+        """The whole of a weight that it computes with, or None."""
+        _, whole = self._read.get(id(weight), (None, None))
+        return whole
 
     def note_read(self, weight: WeightShare, whole: tf.Tensor) -> None:
         """Notes that the function computes with what was gathered of a weight."""
         self._read[id(weight)] = weight, whole
 
     def why_not(self, device: str | None = None) -> str | None:
-        return "it changes weights in shares" if self.writes else super().why_not(device)
+        return self.refused or super().why_not(device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph = framework_ops.get_default_graph()
@@ -150,7 +168,9 @@ class UnitFunction(CompiledFunction):
             graph: Graph of the step.
         """
         own = {self.captures[id(old)].name: new for old, new in pairs if self.takes(old)}
-        return self._derived.copied(own, graph)
+        wholes = [whole for _, whole in self._read.values() if self.takes(whole)]
+        kept = {self.captures[id(whole)].name: whole for whole in wholes}
+        return self._derived.copied(own, graph, kept)
 
     def outside(self, found: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """The same tensors by names of the outputs of the operation that calls the function."""

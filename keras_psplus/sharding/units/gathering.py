@@ -100,14 +100,15 @@ class Units:
         function = next((one for one in call.traces if one.is_here), None) if call else None
         if call is None or function is None:
             whole = self._find(weight)
-            record_read(weight, whole)
-            return whole
-        # XLA cannot gather: the function takes what is gathered before its call.
-        if id(weight) not in self._now:
-            with call.graph.as_default():
-                self._now[id(weight)] = self._gather_to_compute([weight], ())[0]
-        function.note_read(weight, self._now[id(weight)])
-        return self._now[id(weight)]
+        else:
+            # XLA cannot gather: the function takes what is gathered before its call.
+            if id(weight) not in self._now:
+                with call.graph.as_default():
+                    self._now[id(weight)] = self._gather_to_compute([weight], ())[0]
+            whole = self._now[id(weight)]
+            function.note_read(weight, whole)
+        record_read(weight, whole)
+        return whole
 
     def _find(self, weight: WeightShare) -> tf.Tensor:
         found = None
@@ -116,13 +117,35 @@ class Units:
         elif self._backwards:
             # In backward, where a layer is recomputed.
             found = self._backwards[-1].of_weight.get(id(weight))
-        if found is None or not (reaches(found.graph) or self._is_in_compiled_gradient()):
-            return self._gather_to_compute([weight], ())[0]
+        if found is not None and reaches(found.graph):
+            return found
+        for group in self._groups.get(current_step(), ()):
+            for call in group.calls:
+                for function in call.traces:
+                    if function.is_in_gradient:
+                        return self._found_for_gradient(weight, call, function)
+        return self._gather_to_compute([weight], ())[0]
+
+    def _found_for_gradient(
+        self, weight: WeightShare, call: UnitCall, function: UnitFunction
+    ) -> tf.Tensor:
+        """The whole of a weight, for what a compiled function computes once more in backward."""
+        number = next((i for i, one in enumerate(call.weights) if one is weight), -1)
+        for backward in self._backwards:
+            again = backward.found.get(id(call), {}).get(number)
+            if again is not None:
+                return again
+        found = function.whole_of(weight)
+        if found is None:
+            with call.graph.as_default():
+                found = self._gather_to_compute([weight], ())[0]
         return found
 
-    def _is_in_compiled_gradient(self) -> bool:
-        calls = [call for group in self._groups.get(current_step(), ()) for call in group.calls]
-        return any(one.is_in_gradient for call in calls for one in call.functions)
+    def note_gradient(self) -> None:
+        """Notes that a tape is asked for gradients, in a layer or a step."""
+        for function in self._call.traces if self._call else ():
+            if function.holds and function.refused is None:
+                function.refused = "it computes gradients itself"
 
     def note_write(self, weight: WeightShare) -> None:
         """Notes that a weight changes: what was gathered before no longer stands for it."""
@@ -131,7 +154,7 @@ class Units:
         for function in self._call.traces if self._call else ():
             if function.holds:
                 # It is not compiled, and traced again where the unit is called.
-                function.writes = True
+                function.refused = "it changes weights in shares"
                 return
         for known in (self._now, *(plan.wholes for plan in self._plans)):
             known.pop(id(weight), None)
