@@ -6,7 +6,6 @@ rows are summed afterwards. Reference: https://keras.io/keras_rs/api/embedding_l
 
 import importlib
 import importlib.util
-import weakref
 from typing import Any
 
 import keras
@@ -25,10 +24,6 @@ class KerasRSTables(KerasRSPlacement):
     A `DynamicEmbedding` in the place of a table becomes the initializer of one: KerasRS writes it
     to a model's configuration so, and makes it again.
     """
-
-    def __init__(self) -> None:
-        self._configs: weakref.WeakKeyDictionary[DynamicEmbedding, Any]
-        self._configs = weakref.WeakKeyDictionary()
 
     def take_in(self, call: Call) -> None:
         for config in keras.tree.flatten(call.get("feature_configs")):
@@ -53,11 +48,12 @@ class KerasRSTables(KerasRSPlacement):
                 'it to the DynamicEmbedding, as DynamicEmbedding(32, combiner="mean"). '
                 f"Received: combiner=None of the table '{table.name}'"
             )
-        if table not in self._configs:
+        # Features that share a table share its configuration.
+        if table.keras_rs_config is None:
             make = importlib.import_module("keras_rs").layers.TableConfig
             # Of no fixed number of rows.
-            self._configs[table] = make(table.name, 0, table.dim, table, placement=_HERE)
-        return self._configs[table]
+            table.keras_rs_config = make(table.name, 0, table.dim, table, placement=_HERE)
+        return table.keras_rs_config
 
 
 _HERE = "default_device"

@@ -82,11 +82,8 @@ class Units:
 
     def function(self, *args: Any) -> CompiledFunction:
         """Makes a compiled function, as `CompiledFunction` does, for the unit that is called."""
-        return (
-            CompiledFunction(*args)
-            if self._call is None
-            else UnitFunction(self._call.traces, *args)
-        )
+        call = self._call
+        return CompiledFunction(*args) if call is None else UnitFunction(call.traces, *args)
 
     @property
     def is_in_call(self) -> bool:
