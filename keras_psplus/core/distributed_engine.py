@@ -100,7 +100,7 @@ class DistributedEngine(StrategyEngine):
             self.compiled_function,
             self._compilations[model],
             blocks,
-            self.is_cut,
+            self.is_cut if blocks is None else blocks.is_cut,
         )
 
     def is_remote(self, layer: keras.Layer) -> bool:
@@ -108,7 +108,7 @@ class DistributedEngine(StrategyEngine):
         return False
 
     def is_cut(self, operation: Any) -> bool:
-        """Whether XLA compiles layers inside of an operation of a model by themselves."""
+        """Whether XLA compiles layers inside of an operation by themselves, also without blocks."""
         return False
 
     def build(self, call: Call) -> None:

@@ -98,7 +98,7 @@ class DynamicEmbedding(keras.layers.Layer):
         self._allow_non_tensor_positional_args = True
         self.supports_jit = False
         self.table: KeyedVariable | None = None
-        # What KerasRS knows it by.
+        # Its `TableConfig` of KerasRS.
         self.keras_rs_config: Any = None
 
     def build(self, input_shape: Any = None) -> None:

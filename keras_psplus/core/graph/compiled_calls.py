@@ -60,7 +60,7 @@ class CompiledCalls:
         forms: Counts the model's compilations.
         blocks: Cuts models into parts; None for calls in one function each.
         is_cut: Function of an operation of a model that tells whether layers inside of it are
-            compiled by themselves, also without blocks.
+            compiled by themselves.
 
     Attributes:
         count: Number of calls that are compiled.
@@ -77,7 +77,7 @@ class CompiledCalls:
         blocks: CompiledBlocks | None = None,
         is_cut: Callable[[Any], bool] = lambda operation: False,
     ) -> None:
-        self._make, self._forms, self.blocks, self._cuts = make, forms, blocks, is_cut
+        self._make, self._forms, self.blocks, self._is_cut = make, forms, blocks, is_cut
         self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
         # In a compiled function; and in a call of which each layer is one.
         self._is_inside, self._is_in_layers = ThreadFlag(), ThreadFlag()
@@ -249,9 +249,6 @@ class CompiledCalls:
         if operation in self._not_compiled:
             return False
         return not isinstance(operation, keras.Layer) or not self._has_remote(operation)
-
-    def _is_cut(self, operation: Any) -> bool:
-        return self._cuts(operation) or (self.blocks is not None and self.blocks.is_cut(operation))
 
     def _watched(self, run: Callable[..., Any], operation: Any) -> Callable[..., Any]:
         """Runs an operation of a model, and notes whether XLA can compile it."""

@@ -33,7 +33,7 @@ class UnitCall:
         # Whether the step has changed some of the weights since.
         self.is_stale = False
         self._derived = Derived(wholes)
-        # What was traced for XLA to compile, also if it cannot.
+        # Functions that were traced for XLA, also those that it cannot compile.
         self.traces: list[UnitFunction] = []
 
     @property

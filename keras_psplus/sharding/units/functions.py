@@ -105,6 +105,8 @@ class UnitFunction(CompiledFunction):
         super().__init__(*args)
         self.captures = {id(outside): inside for outside, inside in self._graph.captures}
         wholes = [whole for _, whole in self._read.values() if self.takes(whole)]
+        # Wholes of the step, by names of the function's own tensors.
+        self._wholes = {self.captures[id(whole)].name: whole for whole in wholes}
         self._derived = Derived(self.captures[id(whole)] for whole in wholes)
         self._derived.note(self._graph.get_operations())
 
@@ -168,9 +170,7 @@ class UnitFunction(CompiledFunction):
             graph: Graph of the step.
         """
         own = {self.captures[id(old)].name: new for old, new in pairs if self.takes(old)}
-        wholes = [whole for _, whole in self._read.values() if self.takes(whole)]
-        kept = {self.captures[id(whole)].name: whole for whole in wholes}
-        return self._derived.copied(own, graph, kept)
+        return self._derived.copied(own, graph, self._wholes)
 
     def outside(self, found: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """The same tensors by names of the outputs of the operation that calls the function."""

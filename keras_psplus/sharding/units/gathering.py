@@ -116,11 +116,11 @@ class Units:
             found = self._backwards[-1].of_weight.get(id(weight))
         if found is not None and reaches(found.graph):
             return found
-        for group in self._groups.get(current_step(), ()):
-            for call in group.calls:
-                for function in call.traces:
-                    if function.is_in_gradient:
-                        return self._found_for_gradient(weight, call, function)
+        calls = [call for group in self._groups.get(current_step(), ()) for call in group.calls]
+        pairs = ((call, one) for call in calls for one in call.traces if one.is_in_gradient)
+        of_gradient = next(pairs, None)
+        if of_gradient is not None:
+            return self._found_for_gradient(weight, *of_gradient)
         return self._gather_to_compute([weight], ())[0]
 
     def _found_for_gradient(
