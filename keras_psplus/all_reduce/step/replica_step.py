@@ -22,7 +22,6 @@ from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.replica_step import ReplicaStep, current_step
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals.own_copy import own_copy
-from keras_psplus.updates.values import zeros_like
 
 if TYPE_CHECKING:
     import keras
@@ -177,9 +176,9 @@ class MirroredReplicaStep(ReplicaStep):
         parts = [self._parts_of(tensors[i]) for i in kept]
         # A cond passes tensors through without a copy, and each as soon as it is there.
         parts = tf.cond(
-            self.has_rows(),
+            has_rows := self.has_rows(),
             lambda: tf.nest.map_structure(tf.identity, parts),
-            lambda: [none(part) for part in parts],
+            lambda: [none(part, has_rows) for part in parts],
         )
         tensors = list(tensors)
         for i, part in zip(kept, parts):
@@ -331,12 +330,19 @@ class MirroredReplicaStep(ReplicaStep):
             self._baselines[variable.ref()] = variable, value
 
 
-def _of_no_rows(part: Any) -> Any:
+def _of_no_rows(part: Any, has_rows: tf.Tensor) -> Any:
     """Equivalent of a gradient's component on a replica without rows."""
     if isinstance(part, (list, outer_products.OuterProduct)):
         return tf.nest.map_structure(lambda tensor: tensor[:0], part)
-    return _zeros(part)
+    return _zeros(part, has_rows)
 
 
-def _zeros(part: Any) -> Any:
-    return tf.nest.map_structure(zeros_like, part)
+def _zeros(part: Any, has_rows: tf.Tensor) -> Any:
+    def zeros(tensor: tf.Tensor) -> tf.Tensor:
+        # It is False here. Constants would take as much memory as the model, in all steps;
+        # `zeros_like` would have each gradient pass through one more function.
+        with ops.device(_HOST):
+            zero = tf.cast(has_rows, tensor.dtype)
+        return tf.fill(tf.shape(tensor), zero)
+
+    return tf.nest.map_structure(zeros, part)
