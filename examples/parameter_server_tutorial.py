@@ -177,7 +177,7 @@ def main():
     strategy = make_strategy()
     # Only the chief comes here.
     accuracy = fit(strategy, args.epochs, args.directory)
-    print("bytes on each parameter server:", *strategy.extended.bytes_on_ps)
+    print("bytes on each parameter server:", *strategy.extended.placement.bytes_on_ps)
     print(f"fit: accuracy={accuracy:.3f} workers={strategy.num_workers}", flush=True)
     if args.own_loop:
         accuracy, steps, seen = own_loop(strategy, args.epochs)
