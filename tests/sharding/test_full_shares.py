@@ -28,6 +28,7 @@ OPTIMIZERS = ["accumulate", "loss_scale", "schedule_free", "muon", "counting"]
 CASES = [*MODELS, *OPTIMIZERS, "embedding/momentum_clipnorm", "two_optimizers", "files"]
 THREE = ["transformer", "convolutional", "tied", "muon", "adamw"]
 COMPILED = ["encoder", "convolutional", "tied", "branching", "mixed", "several"]
+COMPILED_TEST = "test_compiled_units_equal_one_compiled_process"
 # Of bfloat16, sums in another order differ in the third digit.
 TOLERANCES = {"mixed": 3e-2}
 
@@ -56,13 +57,15 @@ def three(request, folder, two):
 
 
 @pytest.fixture(scope="module")
-def compiled_alone(folder):
-    return train_alone(folder / "compiled alone", COMPILED, JOB, COMPILES="1")
+def compiled_alone(request, folder):
+    names = cases(request, COMPILED_TEST)
+    return train_alone(folder / "compiled alone", names, JOB, COMPILES="1")
 
 
 @pytest.fixture(scope="module")
-def compiled(folder):
-    names, env = [*COMPILED, "units"], {"COMPILES": "1"}
+def compiled(request, folder):
+    names = [*cases(request, COMPILED_TEST, "test_what_units_leave_uncompiled_is_said"), "units"]
+    env = {"COMPILES": "1"}
     return train_in_cluster(folder / "compiled", 2, names, JOB, env=env)
 
 
@@ -81,6 +84,7 @@ def test_compiled_units_equal_one_compiled_process(compiled_alone, compiled, cas
     check(compiled_alone, compiled, case, TOLERANCES.get(case, 2e-5))
 
 
+@pytest.mark.cases("convolutional", "branching", "several")
 def test_what_units_leave_uncompiled_is_said(compiled):
     log = compiled[1].logs["worker-0"]
     assert "the call of 'batch_normalization': XLA cannot compile its CollectiveGather" in log

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tests.results import load
+from tests.selection import cases
 from tests.sharding.options_job import ACCUMULATED
 from tests.sharding.test_shares import check, train_alone, train_in_cluster
 
 pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("options_job.py")
-GROUPED = ["adamw", "muon", "embedding/adamw"]
+GROUPED = ["muon", "embedding/adamw"]
 CASES = [f"accumulated/{name}" for name in ACCUMULATED]
 
 
@@ -24,14 +25,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return train_alone(folder / "alone", [*CASES, *GROUPED, "digits"], JOB)
+def alone(request, folder):
+    return train_alone(folder / "alone", [*cases(request), *GROUPED, "digits"], JOB)
 
 
 @pytest.fixture(scope="module", params=["optimizer", "all"])
 def accumulating(request, folder):
     options = json.dumps({"shard": request.param, "updates": "accumulate"})
-    return train_in_cluster(folder / request.param, 2, CASES, JOB, env={"OPTIONS": options})
+    names = cases(request, accumulating=request.param)
+    return train_in_cluster(folder / request.param, 2, names, JOB, env={"OPTIONS": options})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.results import assert_close, load
+from tests.selection import cases
 from tests.sharding.test_shares import check, train_alone, train_in_cluster
 from tests.tensor_parallel import cut_job
 
@@ -25,20 +26,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return train_alone(folder / "alone", [*CASES, "files"], JOB)
+def alone(request, folder):
+    return train_alone(folder / "alone", cases(request), JOB)
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two(request, folder):
     env = {"WORKERS": "2"}
-    return train_in_cluster(folder / "two", 2, [*CASES, "files", "parts", "logits"], JOB, env=env)
+    names = [*cases(request, "test_two_workers_equal_one_process", "test_table")]
+    names += ["files", "parts", "logits"]
+    return train_in_cluster(folder / "two", 2, [*dict.fromkeys(names)], JOB, env=env)
 
 
 @pytest.fixture(scope="module")
-def square(folder, two):
+def square(request, folder, two):
     env = {"WORKERS": "4", "LOADED": str(two[0] / "all.worker-1.keras")}
-    return train_in_cluster(folder / "square", 4, [*SQUARE, "load"], JOB, env=env)
+    names = [*cases(request, "test_rows_divide_batches"), "load"]
+    return train_in_cluster(folder / "square", 4, names, JOB, env=env)
 
 
 @pytest.mark.parametrize("case", [*CASES, "files"])
@@ -51,10 +55,11 @@ def test_rows_divide_batches(alone, square, case):
     check(alone, square, case, TOLERANCE)
 
 
+@pytest.mark.cases("grouped/sgd", "gpt2/sgd")
 def test_what_does_not_talk_to_other_workers_is_compiled(folder, alone):
-    env, cases = {"WORKERS": "2", "COMPILES": "1"}, ["grouped/sgd", "gpt2/sgd", "own_step"]
-    found = train_in_cluster(folder / "compiled", 2, cases, JOB, env=env)
-    for case in cases[:2]:
+    env, names = {"WORKERS": "2", "COMPILES": "1"}, ["grouped/sgd", "gpt2/sgd", "own_step"]
+    found = train_in_cluster(folder / "compiled", 2, names, JOB, env=env)
+    for case in names[:2]:
         check(alone, found, case, TOLERANCE)
     for log in found[1].logs.values():
         compiled = {
@@ -89,6 +94,7 @@ def test_logits_are_not_gathered(two):
         assert len(lines) == (task == "worker-0")
 
 
+@pytest.mark.cases("mlp/adamw", "mlp/lamb")
 def test_table(two):
     log = two[1].logs["worker-0"]
     assert "over 1 x 2 workers: 7 of 11 variables are cut" in log
@@ -97,6 +103,7 @@ def test_table(two):
     assert "'lamb' gathers 7 cut weights and their gradients for each update" in log
 
 
+@pytest.mark.cases("files")
 def test_files_go_on_elsewhere(alone, square):
     expected = by_layer(load(alone / "files.one.npz", ""))
     for task, log in square[1].logs.items():
