@@ -22,7 +22,7 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
-from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server import reports, train_function
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.data import chief_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
@@ -30,6 +30,7 @@ from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
+from keras_psplus.parameter_server.steps.runner import StepRunner
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
@@ -38,7 +39,6 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     current_trace,
     is_on_ps,
 )
-from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import dynamic_table, server_side
 from keras_psplus.parameter_server.updates import worker_updates
 from keras_psplus.tables import local
@@ -99,9 +99,9 @@ class ParameterServerEngine(DistributedEngine):
             raise
 
     @answers("make_function")
-    def _make_function(self, call: Call) -> TrainFunction:
-        model, step_function = call.owner, call.get("step_function")
-        return TrainFunction(model, self._context, step_function, step_function == model.train_step)
+    def _make_function(self, call: Call) -> StepRunner:
+        model, step = call.owner, call.get("step_function")
+        return train_function.make(model, self._context, step, step == model.train_step)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:
