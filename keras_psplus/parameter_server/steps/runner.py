@@ -65,9 +65,8 @@ class StepRunner:
 
     def _make_functions(self, step: Callable[..., Any]) -> Any:
         context = self._context
-        collect = context.updating.with_pending(changes_and_logs)
         overlap = self._is_training and context.overlap.is_on
-        return StepFunctions(context, step, collect, self._weights, overlap=overlap)
+        return StepFunctions(context, step, changes_and_logs, self._weights, overlap=overlap)
 
     def _clear(self) -> None:
         # Of the steps that have been sent since `drain`.
@@ -282,8 +281,8 @@ class StepRunner:
     def _take_result(
         self, number: int, count: int, step: TracedStep, result: Any, run: Run
     ) -> None:
-        vector, costs = step.add_costs(result[0], self._context.totals)
-        vector = self._context.updating.take_pending(vector, run.worker)
+        vector, pending, costs = step.add_costs(result[0], self._context.totals)
+        self._context.updating.note_pending(pending, run.worker)
         with self._lock:
             if self._totals is not None and self._is_training:
                 self._context.steps_by_worker[run.worker] += count

@@ -197,7 +197,7 @@ class SyncRunner(StepRunner):
         def done(result: Any, run: Run) -> None:
             if not result:
                 return
-            vector, taken = functions.step.add_costs(result[0], self._context.totals)
+            vector, _, taken = functions.step.add_costs(result[0], self._context.totals)
             is_late = len(result) == 1
             if functions.push is not None and not is_late:
                 pushed = self._context.totals.add(functions.push.costs, np.asarray(result[1]))
