@@ -147,7 +147,6 @@ def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> lis
         hosts = [address.rpartition(":")[0] for address in addresses]
         servers = collections.Counter(hosts)
         return [1.0 / servers[host] for host in hosts]
-    check_weights(weights)
     if len(weights) != len(addresses):
         raise ValueError(
             f"`ps_weights` needs a number for each parameter server, of which there are "
