@@ -202,7 +202,7 @@ class ParameterServerEngine(DistributedEngine):
         servers = dynamic_table.Servers(
             [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.strategy._num_ps)],
             self.worker_state.prefix,
-            lambda: scheduler.join() if scheduler.is_busy else None,
+            lambda: None if scheduler.queue.is_empty else scheduler.join(),
         )
         return dynamic_table.PlacedTable(spec, call.owner.trainable, servers=servers)
 
@@ -230,7 +230,7 @@ class ParameterServerEngine(DistributedEngine):
         if current_trace() is None and tf.executing_eagerly():
             if isinstance(variable, ClosureVariable):
                 self._context.drain()
-            elif is_on_ps(variable) and self._context.scheduler.is_busy:
+            elif is_on_ps(variable) and not self._context.scheduler.queue.is_empty:
                 self._context.scheduler.join()
         return call.proceed()
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -132,7 +133,13 @@ class Servers:
     def let_workers_leave(self, queue: ClosureQueue) -> None:
         """Does without workers that are told to end, from now on."""
         assert self.notifier is not None
-        membership.Departures(queue, functools.partial(self.notifier.told_to_end, "worker"))
+        told_to_end = functools.partial(self.notifier.told_to_end, "worker")
+        threading.Thread(
+            target=membership.retire_leaving,
+            args=(queue, told_to_end),
+            name="Departures",
+            daemon=True,
+        ).start()
 
     def greet(self, name: str) -> None:
         """Greets a worker that has come, to which this chief is one of many."""

@@ -241,8 +241,7 @@ class StepRunner:
                 "leave them out of compile().",
                 names,
             )
-        if self._context.scheduler.is_busy:
-            self._context.scheduler.join()
+        self._context.scheduler.join()
 
     @property
     def logs(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.scheduling.closures import Closure, Run
+from keras_psplus.parameter_server.scheduling.scheduler import weakly
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
 from keras_psplus.parameter_server.tracing.worker_function import (
@@ -73,7 +74,8 @@ class WorkerUpdates:
         self._finished = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int]()
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
-        context.scheduler.on_worker_lost = self._note_loss
+        # Threads hold the queue.
+        context.scheduler.queue.on_lost = weakly(self._note_loss)
 
     def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
         """A model's step as workers take it: on their copies if `updates` is local."""
