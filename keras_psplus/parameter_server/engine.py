@@ -133,7 +133,7 @@ class ParameterServerEngine(DistributedEngine):
             if loss is not None and callbacks is not None:
                 for callback in callbacks.callbacks:
                     if isinstance(callback, keras_callbacks.TerminateOnNaN):
-                        callback.on_train_batch_end(callbacks._last_batch, {"loss": loss})
+                        callback.on_train_batch_end(self.progress.batch - 1, {"loss": loss})
         return super()._end_steps(event)
 
     # Data.
@@ -343,8 +343,3 @@ class ParameterServerEngine(DistributedEngine):
         self._callbacks[callbacks._model] = weakref.ref(callbacks)
         getattr(callbacks._model.train_function, "begin_training", lambda: None)()
         return super()._begin_training(event)
-
-    @answers("batch_end")
-    def _end_batch(self, event: Call) -> None:
-        event.owner._last_batch = event.get("batch")
-        super()._end_batch(event)
