@@ -23,7 +23,6 @@ OWN = {
     "_is_made_to_train",
     "_is_of_layer",
     "_lanes",
-    "_last_batch",
     "_local_part",
     "_made_by",
     "_made_in",

@@ -282,5 +282,5 @@ def _read_task(task: object, cluster: Mapping[str, Sequence[str]]) -> tuple[str,
     return task_type, index
 
 
-def _shorten(text: str, limit: int = 400) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+def _shorten(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"

@@ -240,7 +240,7 @@ class StrategyEngine(Engine):
         """Function that asks whether a serving process is told to end, or None."""
         return None
 
-    def save_now(self, callbacks: keras.callbacks.CallbackList) -> None:
+    def save_now(self) -> None:
         """Saves the state of `fit`."""
         for backup in self.progress.backups:
             backup._save_model()

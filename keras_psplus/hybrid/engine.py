@@ -246,7 +246,7 @@ class HybridEngine(AllReduceEngine):
             # For a server that is started again before the first regular one.
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            self.save_now(event.owner)
+            self.save_now()
         return result
 
     @property

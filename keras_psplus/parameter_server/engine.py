@@ -22,7 +22,7 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
-from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server import reports, train_function
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.data import chief_data
 from keras_psplus.parameter_server.data.worker_data import WorkerDataset
@@ -30,6 +30,7 @@ from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.steps.model_steps import ServedFunction
+from keras_psplus.parameter_server.steps.runner import StepRunner
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
@@ -38,7 +39,6 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     current_trace,
     is_on_ps,
 )
-from keras_psplus.parameter_server.train_function import TrainFunction
 from keras_psplus.parameter_server.transport import dynamic_table, server_side
 from keras_psplus.parameter_server.updates import worker_updates
 from keras_psplus.tables import local
@@ -99,9 +99,9 @@ class ParameterServerEngine(DistributedEngine):
             raise
 
     @answers("make_function")
-    def _make_function(self, call: Call) -> TrainFunction:
-        model, step_function = call.owner, call.get("step_function")
-        return TrainFunction(model, self._context, step_function, step_function == model.train_step)
+    def _make_function(self, call: Call) -> StepRunner:
+        model, step = call.owner, call.get("step_function")
+        return train_function.make(model, self._context, step, step == model.train_step)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:
@@ -133,7 +133,7 @@ class ParameterServerEngine(DistributedEngine):
             if loss is not None and callbacks is not None:
                 for callback in callbacks.callbacks:
                     if isinstance(callback, keras_callbacks.TerminateOnNaN):
-                        callback.on_train_batch_end(callbacks._last_batch, {"loss": loss})
+                        callback.on_train_batch_end(self.progress.batch - 1, {"loss": loss})
         return super()._end_steps(event)
 
     # Data.
@@ -202,7 +202,7 @@ class ParameterServerEngine(DistributedEngine):
         servers = dynamic_table.Servers(
             [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.strategy._num_ps)],
             self.worker_state.prefix,
-            lambda: scheduler.join() if scheduler.is_busy else None,
+            lambda: None if scheduler.queue.is_empty else scheduler.join(),
         )
         return dynamic_table.PlacedTable(spec, call.owner.trainable, servers=servers)
 
@@ -230,7 +230,7 @@ class ParameterServerEngine(DistributedEngine):
         if current_trace() is None and tf.executing_eagerly():
             if isinstance(variable, ClosureVariable):
                 self._context.drain()
-            elif is_on_ps(variable) and self._context.scheduler.is_busy:
+            elif is_on_ps(variable) and not self._context.scheduler.queue.is_empty:
                 self._context.scheduler.join()
         return call.proceed()
 
@@ -343,8 +343,3 @@ class ParameterServerEngine(DistributedEngine):
         self._callbacks[callbacks._model] = weakref.ref(callbacks)
         getattr(callbacks._model.train_function, "begin_training", lambda: None)()
         return super()._begin_training(event)
-
-    @answers("batch_end")
-    def _end_batch(self, event: Call) -> None:
-        event.owner._last_batch = event.get("batch")
-        super()._end_batch(event)

@@ -133,9 +133,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     ) -> list[Any]:
         return [value for value, _ in value_destination_pairs]
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return value
-
     def _create_var_creator(self, next_creator: _Creator, **kwargs: Any) -> _Creator:
         creating = self._creating()
 
@@ -274,7 +271,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
                 variable = next_creator(**kwargs)
         size = variable.shape.num_elements() * variable.dtype.size
         self.placement.add(ps, size, is_trained)
-        self._variable_count += 1
         return variable
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:

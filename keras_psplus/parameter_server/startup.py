@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -21,41 +22,32 @@ from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import connecting, membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
-
-class Joined(NamedTuple):
-    """Cluster of a chief, once enough of its tasks are there.
-
-    Attributes:
-        resolver: The resolver that describes it.
-        task: The chief's `TaskConfig`; None if a resolver was given.
-        absent: Numbers of the workers that are not there.
-        is_elastic: Whether workers may come and leave.
-    """
-
-    resolver: tf.distribute.cluster_resolver.ClusterResolver
-    task: config.TaskConfig | None
-    absent: set[int]
-    is_elastic: bool
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 def join_cluster(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+    resolver: Resolver | None,
     mode: modes.Mode,
     min_workers: int | None,
     ps_weights: Sequence[float] | None,
     timeout: float,
-) -> Joined:
+) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
     Args:
         resolver, min_workers, ps_weights: The strategy's arguments.
         mode: The checked mode.
         timeout: Seconds to wait.
+
+    Returns:
+        The resolver that describes the cluster, the chief's `TaskConfig` (None if a resolver was
+        given), the numbers of the workers that are not there, and whether workers may come and
+        leave.
     """
     if resolver is not None:
         modes.check_no_min_workers(min_workers)
         resolvers.check(resolver)
-        return Joined(resolver, None, set(), False)
+        return resolver, None, set(), False
     task = read_task()
     num_workers = len(task.cluster["worker"])
     mode.check_workers(num_workers)
@@ -63,10 +55,20 @@ def join_cluster(
     least = modes.check_min_workers(min_workers, mode, num_workers)
     is_elastic = least < num_workers
     if task.task_type in ("ps", "worker"):
-        serve_and_exit(task, timeout, is_elastic)
-    absent = wait_for_servers(task, timeout, least)
+        # SIGTERM ends such a worker, which the others go on without.
+        may_leave = is_elastic and task.task_type == "worker"
+        serve.end_process_after(lambda: serve.serve(task, timeout, may_leave=may_leave))
+    tuning.tune()
+    tuning.hide_gpus()
+    missing = preflight.wait_for_cluster(
+        task,
+        job_types=("chief", "worker", "ps"),
+        timeout=timeout,
+        spare_workers=num_workers - least,
+    )
+    absent = {w for w in range(num_workers) if config.task_name("worker", w) in missing}
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
-    return Joined(resolver, task, absent, is_elastic)
+    return resolver, task, absent, is_elastic
 
 
 def read_task() -> config.TaskConfig:
@@ -86,29 +88,6 @@ def read_task() -> config.TaskConfig:
                 f"Received: {task.describe()}"
             )
     return task
-
-
-def serve_and_exit(task: config.TaskConfig, startup_timeout: float, may_leave: bool) -> None:
-    """Serves until the chief has ended, and ends the process.
-
-    With `may_leave`, SIGTERM ends a worker, which the others go on without.
-    """
-    may_leave = may_leave and task.task_type == "worker"
-    serve.end_process_after(lambda: serve.serve(task, startup_timeout, may_leave=may_leave))
-
-
-def wait_for_servers(task: config.TaskConfig, startup_timeout: float, min_workers: int) -> set[int]:
-    """Waits, in the chief, for the other tasks; returns the numbers of absent workers."""
-    tuning.tune()
-    tuning.hide_gpus()
-    workers = task.cluster["worker"]
-    missing = preflight.wait_for_cluster(
-        task,
-        job_types=("chief", "worker", "ps"),
-        timeout=startup_timeout,
-        spare_workers=len(workers) - min_workers,
-    )
-    return {index for index in range(len(workers)) if config.task_name("worker", index) in missing}
 
 
 class Servers:
@@ -154,7 +133,13 @@ class Servers:
     def let_workers_leave(self, queue: ClosureQueue) -> None:
         """Does without workers that are told to end, from now on."""
         assert self.notifier is not None
-        membership.Departures(queue, functools.partial(self.notifier.told_to_end, "worker"))
+        told_to_end = functools.partial(self.notifier.told_to_end, "worker")
+        threading.Thread(
+            target=membership.retire_leaving,
+            args=(queue, told_to_end),
+            name="Departures",
+            daemon=True,
+        ).start()
 
     def greet(self, name: str) -> None:
         """Greets a worker that has come, to which this chief is one of many."""

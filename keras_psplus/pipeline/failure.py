@@ -38,8 +38,8 @@ def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
     if found:
         return int(found.group(1))
     # Some errors say no more than "Socket closed".
-    workers = {str(i): a for i, a in enumerate(strategy.task.cluster["worker"])}
-    return next((int(name) for name in stalls.unresponsive_tasks(workers)), None)
+    workers = dict(enumerate(strategy.task.cluster["worker"]))
+    return next(iter(stalls.unresponsive_tasks(workers)), None)
 
 
 def lost(strategy: tf.distribute.Strategy, number: int, received: str) -> StageLostError:

@@ -172,4 +172,4 @@ def test_read_values_keep_no_state():
     from keras_psplus.parameter_server.transport import reads
 
     with tf.Graph().as_default(), pytest.raises(ValueError, match="cannot keep a state"):
-        reads.read([tf.Variable(tf.zeros([64, 64]))], Stateful(), ("", "pull", None))
+        reads.read_together([tf.Variable(tf.zeros([64, 64]))], [Stateful()], [("", "pull", None)])

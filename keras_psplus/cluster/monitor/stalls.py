@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_psplus.arguments import seconds
 from keras_psplus.cluster.monitor import task_report
@@ -17,6 +17,7 @@ from keras_psplus.log import logger
 _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS = 4, 5.0
 _ANSWER_SECONDS = 2.0
 _SLOW_SECONDS, _SLOW_FACTOR = 0.1, 5
+_Name = TypeVar("_Name")
 
 
 def check_stall_warning(stall_warning: float | None) -> float | None:
@@ -140,11 +141,12 @@ class Inspector:
                     report.stall(wait.what, now - since, described)
 
 
-def unresponsive_tasks(addresses: Mapping[str, str]) -> list[str]:
+def unresponsive_tasks(addresses: Mapping[_Name, str]) -> list[_Name]:
     """Names of the tasks whose servers do not respond: dead, hanging or cut off.
 
     Args:
-        addresses: Dict from names to addresses of tasks that run one of gRPC's servers.
+        addresses: Dict from names, or numbers, to addresses of tasks that run one of gRPC's
+            servers.
     """
     if not addresses:
         return []

@@ -35,7 +35,7 @@ def nonlinear_use(
             another shape than they have.
     """
     shapes = [tuple(variable.shape) for variable in variables]
-    found = list(stand_ins.sources(gradient))
+    found = list(stand_ins.sources([gradient]))
     returned = [t for op in found if _is_loop(op, bodies) for t in op.outputs]
     waiting = [t for t in returned if t.dtype.is_floating and _shape(t) in shapes]
     known, marked = {id(op) for op in found}, {id(t) for t in waiting}

@@ -112,7 +112,7 @@ class TapeCall:
         if self.graph is None:
             # What eager tensors were computed of is not known.
             return True
-        return any(id(op) in self._ops for op in _sources(_leaves(gradient), self._ops))
+        return any(id(op) in self._ops for op in sources([gradient], self._ops))
 
     def was_changed_inside(self, gradient: Gradient | None) -> bool:
         """Whether a gradient comes from a finished function that has changed a stand-in."""
@@ -122,8 +122,7 @@ class TapeCall:
             return True
         name = getattr(self.graph, "name", None)
         return any(
-            op.type in _CALLS and name in op.get_attr("f").name
-            for op in _sources(_leaves(gradient))
+            op.type in _CALLS and name in op.get_attr("f").name for op in sources([gradient])
         )
 
     def was_changed_outside(self, gradient: Gradient | None) -> bool:
@@ -138,7 +137,7 @@ class TapeCall:
             seen.add(id(tensor))
             graph = _graph_of_call(tensor.op)
             if self.graph is not None and graph is self.graph:
-                ends = _sources([graph.outputs[tensor.value_index]], self._ops)
+                ends = sources([graph.outputs[tensor.value_index]], self._ops)
                 if is_changed and any(id(op) in self._ops for op in ends):
                     return True
                 continue
@@ -232,9 +231,24 @@ def _given(placeholder: tf.Tensor, callers: Sequence[tf.Operation]) -> list[tf.T
     return [op.inputs[i] for op in callers for i in places]
 
 
-def sources(gradient: Gradient) -> Iterator[tf.Operation]:
-    """All operations that a gradient was computed by."""
-    return _sources(_leaves(gradient))
+def sources(gradients: Iterable[Gradient], ends: Collection[int] = ()) -> Iterator[tf.Operation]:
+    """All operations that gradients were computed by, also those outside of a function or branch.
+
+    Beyond operations whose ids are in `ends`, none is looked for.
+    """
+    seen, waiting = set(), [t for one in gradients for t in _leaves(one) if tf.is_tensor(t)]
+    while waiting:
+        tensor = waiting.pop()
+        if isinstance(tensor, framework_ops.EagerTensor) or id(tensor.op) in seen:
+            continue
+        op = tensor.op
+        seen.add(id(op))
+        yield op
+        if id(op) in ends:
+            continue
+        waiting += op.inputs
+        if op.type == "Placeholder":
+            waiting += _captured(op)
 
 
 def _stand_in(gradient: Gradient) -> Gradient:
@@ -282,26 +296,6 @@ def _is_same(own: Gradient, gradient: Gradient | None) -> bool:
     if isinstance(own, tf.IndexedSlices):
         return isinstance(gradient, tf.IndexedSlices) and gradient.values is own.values
     return own is gradient
-
-
-def _sources(tensors: Iterable[tf.Tensor], ends: Collection[int] = ()) -> Iterator[tf.Operation]:
-    """All operations that tensors were computed by, also those outside of a function or branch.
-
-    Beyond operations whose ids are in `ends`, none is looked for.
-    """
-    seen, waiting = set(), [tensor for tensor in tensors if tf.is_tensor(tensor)]
-    while waiting:
-        tensor = waiting.pop()
-        if isinstance(tensor, framework_ops.EagerTensor) or id(tensor.op) in seen:
-            continue
-        op = tensor.op
-        seen.add(id(op))
-        yield op
-        if id(op) in ends:
-            continue
-        waiting += op.inputs
-        if op.type == "Placeholder":
-            waiting += _captured(op)
 
 
 def _captured(op: tf.Operation) -> list[tf.Tensor]:

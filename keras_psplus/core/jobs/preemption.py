@@ -99,18 +99,18 @@ class Preemption:
         self,
         progress: FitProgress,
         callbacks: keras.callbacks.CallbackList,
-        save: Callable[[keras.callbacks.CallbackList], None],
+        save: Callable[[], None],
     ) -> None:
         """Saves the job after a batch, and ends this process, if one has got SIGTERM.
 
         Args:
             progress: Progress of a `fit`.
             callbacks: Its callbacks, which have heard of the end of the batch.
-            save: Function of these that saves it.
+            save: Function that saves it.
         """
         is_told = SIGNAL.is_noted or self._is_server_told
         if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
-            save(callbacks)
+            save()
             self.end(progress.at)
 
     def _listen(self, control: ControlPlane) -> None:

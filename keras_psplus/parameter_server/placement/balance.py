@@ -40,18 +40,16 @@ class Placement:
         weights: A positive number for each server, which its part of the bytes is proportional to.
         cuts_finely: Whether a server may have several shards of a large variable, each of which is
             sent, updated and read by itself.
+
+    Attributes:
+        weights: The servers' parts of the bytes, with a sum of 1.
     """
 
     def __init__(self, weights: Sequence[float], cuts_finely: bool = False) -> None:
         self._cuts_finely = cuts_finely
-        self._weights = [weight / sum(weights) for weight in weights]
+        self.weights = [weight / sum(weights) for weight in weights]
         # What is trained has an optimizer's slots beside it, so that each kind is balanced alone.
         self._bytes = {is_trained: [0] * len(weights) for is_trained in (True, False)}
-
-    @property
-    def weights(self) -> list[float]:
-        """The servers' parts of the bytes, with a sum of 1."""
-        return list(self._weights)
 
     @property
     def bytes_on_ps(self) -> list[int]:
@@ -64,8 +62,8 @@ class Placement:
         return min(
             range(len(have)),
             key=lambda ps: (
-                (have[ps] + size) / self._weights[ps],
-                all_have[ps] / self._weights[ps],
+                (have[ps] + size) / self.weights[ps],
+                all_have[ps] / self.weights[ps],
             ),
         )
 
@@ -113,7 +111,7 @@ class Placement:
         """By server, how many of a variable's bytes would make up its part."""
         have = self._bytes[is_trained]
         total = sum(have) + size
-        wanted = {ps: weight * total - have[ps] for ps, weight in enumerate(self._weights)}
+        wanted = {ps: weight * total - have[ps] for ps, weight in enumerate(self.weights)}
         return {ps: missing for ps, missing in wanted.items() if missing > 0}
 
 
@@ -147,7 +145,6 @@ def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> lis
         hosts = [address.rpartition(":")[0] for address in addresses]
         servers = collections.Counter(hosts)
         return [1.0 / servers[host] for host in hosts]
-    check_weights(weights)
     if len(weights) != len(addresses):
         raise ValueError(
             f"`ps_weights` needs a number for each parameter server, of which there are "

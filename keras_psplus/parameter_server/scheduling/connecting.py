@@ -72,16 +72,6 @@ def update(workers: Mapping[int, str]) -> None:
         context.context().update_server_def(definition)
 
 
-def silent_ones(workers: Mapping[int, str]) -> list[int]:
-    """Numbers of the workers that do not respond.
-
-    Args:
-        workers: As of `update`.
-    """
-    silent = stalls.unresponsive_tasks({str(number): a for number, a in workers.items()})
-    return sorted(map(int, silent))
-
-
 @contextlib.contextmanager
 def _failing_fast() -> Iterator[None]:
     """Context in which TensorFlow's call of a task whose address refuses it fails at once.
@@ -112,7 +102,7 @@ def _cut_off_silent_ones(workers: Mapping[int, str], is_done: threading.Event) -
     """Breaks the connections to workers that do not answer, for whom TensorFlow waits."""
     began, seconds, told = time.monotonic(), _PATIENCE_SECONDS, set[int]()
     while not is_done.wait(seconds):
-        silent = silent_ones(workers)
+        silent = stalls.unresponsive_tasks(workers)
         waited = time.monotonic() - began
         for worker in [] if is_done.is_set() else silent:
             seconds = _LOOK_SECONDS

@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
+from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.process.termination import SIGNAL
+from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling import connecting
@@ -27,16 +28,6 @@ _RETRY_SECONDS, _ASK_SECONDS = 0.5, 1.0
 _SETTLE_SECONDS = 2.0
 
 
-class Endings(Protocol):
-    """Workers that are told to end (SIGTERM), by their names."""
-
-    def is_told_to_end(self, task: str) -> bool:
-        """Whether a worker is told to end."""
-
-    def let_go(self, task: str) -> None:
-        """Has a worker end that is told to."""
-
-
 class Members:
     """Workers that come, and come back.
 
@@ -45,8 +36,8 @@ class Members:
         admit: Called with the name of a worker that has come; raises `ClusterStartupError` if it is
             not this job's.
         absent: Numbers of the workers that are not there.
-        endings: `Endings` if workers may leave, so that one that is lost need not come back and
-            TensorFlow is to forget it; None if not.
+        endings: `ShutdownNotifier` if workers may leave when they are told to end (SIGTERM), so
+            that one that is lost need not come back and TensorFlow is to forget it; None if not.
 
     Attributes:
         absent: Numbers of the workers that TensorFlow does not know of.
@@ -57,7 +48,7 @@ class Members:
         addresses: Sequence[str],
         admit: Callable[[str], None],
         absent: Collection[int] = (),
-        endings: Endings | None = None,
+        endings: ShutdownNotifier | None = None,
     ) -> None:
         self._addresses, self._admit = dict(enumerate(addresses)), admit
         self.absent, self._endings = set(absent), endings
@@ -99,9 +90,8 @@ class Members:
         return told
 
     def _responding(self, workers: Collection[int]) -> set[int]:
-        return set(workers).difference(
-            connecting.silent_ones({w: self._addresses[w] for w in workers})
-        )
+        silent = stalls.unresponsive_tasks({w: self._addresses[w] for w in workers})
+        return set(workers).difference(silent)
 
     def _settled(self, there: Collection[int]) -> list[int]:
         """Workers of some that respond whom TensorFlow can reach, in order."""
@@ -130,7 +120,7 @@ class Members:
         TensorFlow's error if one dies meanwhile.
         """
         present = {w: a for w, a in self._addresses.items() if w not in absent}
-        for worker in connecting.silent_ones(present):
+        for worker in stalls.unresponsive_tasks(present):
             raise tf.errors.UnavailableError(
                 None, None, f"/job:worker/replica:0/task:{worker} does not respond"
             )
@@ -192,26 +182,20 @@ class Reconnection:
         return None
 
 
-class Departures:
-    """Asks workers whether they are told to end, and gives those no more steps.
+def retire_leaving(queue: ClosureQueue, told_to_end: Callable[[], Iterable[str]]) -> None:
+    """Gives workers no more steps that are told to end, until the queue is closed.
 
     Args:
         told_to_end: Function that returns the names of the workers that are told to end.
     """
-
-    def __init__(self, queue: ClosureQueue, told_to_end: Callable[[], Iterable[str]]) -> None:
-        self._queue, self._told_to_end = queue, told_to_end
-        threading.Thread(target=self._run, name="Departures", daemon=True).start()
-
-    def _run(self) -> None:
-        before: set[str] = set()
-        while not self._queue.is_closed:
-            told = set(self._told_to_end())
-            # A scheduler that ends the whole job sends it to the chief as well, which saves first.
-            for name in [] if SIGNAL.is_noted else sorted(told & before):
-                worker = int(name.rpartition("-")[2])
-                if worker not in self._queue.lost:
-                    logger.info("%s is told to end (SIGTERM): others take its next steps", name)
-                    self._queue.retire(worker)
-            before = told
-            time.sleep(_ASK_SECONDS)
+    before: set[str] = set()
+    while not queue.is_closed:
+        told = set(told_to_end())
+        # A scheduler that ends the whole job sends it to the chief as well, which saves first.
+        for name in [] if SIGNAL.is_noted else sorted(told & before):
+            worker = int(name.rpartition("-")[2])
+            if worker not in queue.lost:
+                logger.info("%s is told to end (SIGTERM): others take its next steps", name)
+                queue.retire(worker)
+        before = told
+        time.sleep(_ASK_SECONDS)

@@ -81,11 +81,8 @@ class Scheduler:
         absent: Numbers of the workers that are not there yet.
 
     Attributes:
-        on_worker_lost: None, or a function that is called with the number of a worker that is lost.
         queue: `ClosureQueue`, for closures that are those of one worker or of all.
     """
-
-    on_worker_lost: Callable[[int], None] | None
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Scheduler:
         window: int = 1,
         absent: Iterable[int] = (),
     ) -> None:
-        self._on_worker_back, self.on_worker_lost = on_worker_back, None
+        self._on_worker_back = on_worker_back
         self._check_workers, self._window = check_workers, window
         self._members = members
         # Steps that keep a worker busy: those under way, and the one after them.
@@ -104,17 +101,12 @@ class Scheduler:
         self._clocks = Clocks(num_workers)
         self.queue = queue = ClosureQueue(num_workers, self._clocks, absent)
         # Threads hold the queue, which ends them when nothing holds this.
-        queue.on_lost = _weakly(self._note_loss)
         weakref.finalize(self, queue.close).atexit = False
         self._workers = [RemoteWorker(index) for index in range(num_workers)]
         for worker in self._workers:
             for _ in range(window):
                 Lane(worker, queue)
-        Reconnection(queue, members, _weakly(self._note_return))
-
-    def _note_loss(self, worker: int) -> None:
-        if self.on_worker_lost is not None:
-            self.on_worker_lost(worker)
+        Reconnection(queue, members, weakly(self._note_return))
 
     def _note_return(self, worker: int) -> None:
         self._workers[worker].forget()
@@ -151,7 +143,7 @@ class Scheduler:
 
     def _wait_until_free(self) -> None:
         with self.queue.changed:
-            if not self.is_busy:
+            if self.queue.is_empty:
                 self._clocks.settle()
         self._wait_until(self._free)
 
@@ -197,11 +189,6 @@ class Scheduler:
         if not condition():
             self.join()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether steps are under way."""
-        return not self.queue.is_empty
-
     def join(self) -> None:
         """Waits for all steps; raises a worker's error."""
         self._wait_until(lambda: self.queue.is_empty)
@@ -226,7 +213,7 @@ class Scheduler:
                 self._check_workers()
 
 
-def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
+def weakly(method: Callable[[int], None]) -> Callable[[int], None]:
     """Function that calls a method for as long as something else holds its object."""
     reference = weakref.WeakMethod(method)
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -95,12 +95,9 @@ class WorkerStates(WorkerState):
         if name not in known[0]:
             with graph.as_default(), ops.control_dependencies(None), ops.device(None):
                 known[0][name] = resource_variable_ops._variable_handle_from_shape_and_dtype(
-                    shape, dtype, self._shared_name(name), "worker_state", True
+                    shape, dtype, f"{self.prefix}/{name}", "worker_state", True
                 )
         return known[0][name]
-
-    def _shared_name(self, name: str) -> str:
-        return f"{self.prefix}/{name}"
 
     def register(
         self, forms: Mapping[str, tuple[tf.TensorShape, tf.DType]], are_saved: bool = True
@@ -122,18 +119,13 @@ class WorkerStates(WorkerState):
         owner_name, fetched = self.owner(owner), list[tuple[str, np.ndarray]]()
         if unit in self.absent:
             return fetched
-        try:
-            with on_worker(unit, device=None):
-                for name, (shape, dtype) in self._saved(owner_name).items():
-                    handle = self._eager_handle(f"{owner_name}/{name}", shape, dtype)
-                    if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
-                        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-                        fetched.append((name, value.numpy()))
-        except tf.errors.OpError as error:
-            if not is_of_worker(error):
-                raise
-            return None
-        return fetched
+        with self._reaching(unit) as lost:
+            for name, (shape, dtype) in self._saved(owner_name).items():
+                handle = self._eager_handle(f"{owner_name}/{name}", shape, dtype)
+                if tf.raw_ops.VarIsInitializedOp(resource=handle).numpy():
+                    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+                    fetched.append((name, value.numpy()))
+        return None if lost else fetched
 
     def assign(
         self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
@@ -162,15 +154,12 @@ class WorkerStates(WorkerState):
     def _assign(self, worker: int, owner: str, values: Mapping[str, np.ndarray]) -> None:
         if worker in self.absent:
             return
-        try:
-            with ops.init_scope(), on_worker(worker, device=None):
-                for name, value in values.items():
-                    name = f"{owner}/{name}"
-                    handle = self._eager_handle(name, *self._leaves[name])
-                    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
-        except tf.errors.OpError as error:
-            if not is_of_worker(error):
-                raise
+        with self._reaching(worker) as lost:
+            for name, value in values.items():
+                name = f"{owner}/{name}"
+                handle = self._eager_handle(name, *self._leaves[name])
+                tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
+        if lost:
             logger.warning("worker-%d cannot be reached; its gradients' state begins empty", worker)
 
     def destroy(self, of_owner: str = "") -> None:
@@ -178,14 +167,10 @@ class WorkerStates(WorkerState):
         self.losses += not of_owner
         names = [name for name in self._leaves if name.startswith(of_owner)]
         for worker in self.units if names else ():
-            try:
-                with ops.init_scope(), on_worker(worker, device=None):
-                    for name in names:
-                        handle = self._eager_handle(name, *self._leaves[name])
-                        tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
-            except tf.errors.OpError as error:
-                if not is_of_worker(error):
-                    raise
+            with self._reaching(worker):
+                for name in names:
+                    handle = self._eager_handle(name, *self._leaves[name])
+                    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
 
     def end(self) -> None:
         """Lets the workers forget everything, as this process ends, if they can be reached."""
@@ -200,8 +185,20 @@ class WorkerStates(WorkerState):
             self.destroy(owner)
             self._leaves = {n: form for n, form in self._leaves.items() if not n.startswith(owner)}
 
+    @contextlib.contextmanager
+    def _reaching(self, worker: int) -> Iterator[list[Exception]]:
+        """Context on a worker; its list is not empty afterwards if that is lost."""
+        lost: list[Exception] = []
+        try:
+            with ops.init_scope(), on_worker(worker, device=None):
+                yield lost
+        except tf.errors.OpError as error:
+            if not is_of_worker(error):
+                raise
+            lost.append(error)
+
     def _eager_handle(self, name: str, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-        return tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=self._shared_name(name))
+        return tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=f"{self.prefix}/{name}")
 
 
 def _of_owner(owner: str, forms: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ assign is written after the call. Rows of embeddings are looked up outside.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,6 +34,32 @@ def tensors(batch: Any) -> Any:
         return tf.convert_to_tensor(leaf)
 
     return tree.map_structure(convert, batch)
+
+
+def next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
+    """The next batches of an iterator, as `tensors`; fewer at its end."""
+    batches: list[Any] = []
+    for _ in range(count):
+        try:
+            batches.append(tensors(next(iterator)))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    return batches
+
+
+def spec_of_tensors(element_spec: Any, batch: Any) -> Any:
+    """A dataset's element specification in the form of `tensors`, if it describes a batch."""
+    if element_spec is None:
+        return None
+    while isinstance(element_spec, tuple) and len(element_spec) > 1:
+        if not isinstance(element_spec[-1], tf.OptionalSpec):
+            break
+        element_spec = element_spec[:-1]
+    try:
+        tf.nest.assert_same_structure(element_spec, batch, expand_composites=True)
+    except (TypeError, ValueError):
+        return None
+    return element_spec
 
 
 def weights(model: keras.Model) -> list[tf.Variable]:

@@ -1,77 +1,186 @@
-"""Runs a model's steps on the workers and keeps totals of their results."""
+"""`fit` and `evaluate`: a model's steps go to the workers, and their results add up."""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.log import warn_once
+from keras_psplus.log import logger, warn_once
+from keras_psplus.parameter_server import reports
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.data.tickets import Ticket
+from keras_psplus.parameter_server.data.worker_data import WorkerIterator
 from keras_psplus.parameter_server.scheduling.closures import Closure, Run
 from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
+from keras_psplus.parameter_server.steps.model_steps import next_batches, spec_of_tensors, weights
 from keras_psplus.parameter_server.steps.row_updates import RowClosure, RowUpdates
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
-from keras_psplus.parameter_server.steps.step_logs import ComputedLogs, changes_and_logs
+from keras_psplus.parameter_server.steps.step_logs import ComputedLogs, changes_and_logs, results_of
 from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.tables.row_variable import is_keyed
 
 # The parts of a step that one worker takes.
 _WHOLE = np.ones(1)
 
 
 class StepRunner:
-    """Sends train or test steps to single workers and keeps the totals of their results.
+    """A train or test function whose steps run on single workers, several at a time.
 
     Args:
-        weights: Function that returns variables which steps may be expected to read.
-        results: Function of closure variables that returns a flat dict of results of metrics.
+        step: The model's step, a function of one batch.
         is_training: Whether steps count as those of training, and may overlap.
     """
 
     def __init__(
-        self,
-        context: StepContext,
-        step: Callable[..., Any],
-        weights: Callable[[], Iterable[tf.Variable]],
-        results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
-        is_training: bool,
+        self, context: StepContext, model: keras.Model, step: Callable[..., Any], is_training: bool
     ) -> None:
-        self._context, self._results, self._is_training = context, results, is_training
+        self._context, self._model, self._is_training = context, model, is_training
+        self._weights = functools.partial(weights, model)
+        self._results = functools.partial(results_of, model)
         self._computed_logs: dict[int, ComputedLogs] = {}
         self._row_updates: dict[int, RowUpdates] = {}
-        self._functions: Any = self._make_functions(step, weights)
+        self._functions: Any = self._make_functions(step)
+        self._bound = context.mode.bound if is_training else math.inf
         self._lock = threading.Lock()
         self._sent = 0
         self._bad_loss: float | None = None
+        self._is_reported = False
+        # One dict for a whole epoch: Keras keeps the last that it got, and gets to see in it what
+        # steps bring back later.
+        self._shown_logs: dict[str, Any] = {}
         # Of the steps of an epoch before, in the same `fit`: what the logs were, and how often a
         # step drew a seed.
         self._known: tuple[list[ClosureVariable], Any, dict[str, Any]] | None = None
         self._clear()
+        context.functions.add(self)
 
-    def _make_functions(
-        self, step: Callable[..., Any], weights: Callable[[], Iterable[tf.Variable]]
-    ) -> Any:
+    def _make_functions(self, step: Callable[..., Any]) -> Any:
         context = self._context
-        collect = context.updating.with_pending(changes_and_logs)
         overlap = self._is_training and context.overlap.is_on
-        return StepFunctions(context, step, collect, weights, overlap=overlap)
+        return StepFunctions(context, step, changes_and_logs, self._weights, overlap=overlap)
 
     def _clear(self) -> None:
+        # Of the steps that have been sent since `drain`.
         self._totals: ClosureTotals | None = None
         self._logs: dict[str, Any] | None = None
         # Of the last batch whose step has returned, however steps overtake one another: its
         # number, its function, what its logs are computed from, and what it added to the totals.
         self._last: tuple[int, TracedStep, np.ndarray, np.ndarray] | None = None
 
-    def submit(
-        self, batches: Batches, element_spec: Any = None, ticket: Ticket | None = None
-    ) -> None:
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        progress = self._context.progress
+        progress.begin("training step" if self._is_training else "evaluation step")
+        try:
+            logs, steps = self._take_steps(iterator)
+        finally:
+            progress.end()
+        if self._is_training:
+            progress.count(steps)
+        return logs
+
+    def _take_steps(self, iterator: Any) -> tuple[dict[str, Any], int]:
+        if self._totals is None:
+            # Begins an epoch, goes on after a save, or takes a step of `train_on_batch`.
+            self._context.drain(but=self)
+            self._context.scheduler.begin(self._bound)
+        began, reading, steps = time.time(), 0.0, 0
+        count = self._model.steps_per_execution
+        for wanted in [1] * count if self._goes_singly else [count]:
+            since = time.time()
+            batches, ticket = self._next(iterator, wanted)
+            if not len(batches):
+                break
+            reading += time.time() - since if ticket is None else 0.0
+            spec = spec_of_tensors(getattr(iterator, "element_spec", None), first_of(batches))
+            self._submit(batches, spec, ticket)
+            steps += len(batches)
+        if not steps:
+            # Keras does not synchronise when it runs out of data: the totals are written here.
+            self.drain()
+            raise StopIteration
+        self._report_placement()
+        logs = self._shown_logs
+        logs.clear()
+        logs.update(self.logs)
+        # Also if other steps have come back after that one.
+        bad_loss = self._pop_bad_loss() if self._is_training else None
+        if bad_loss is not None:
+            logs["loss"] = bad_loss
+        if not isinstance(iterator, (tf.data.Iterator, WorkerIterator)):
+            self.drain()
+        if self._is_training:
+            self._context.times.note_call(steps, began, began + reading)
+        return logs, steps
+
+    @property
+    def _goes_singly(self) -> bool:
+        """Whether workers are sent one step at a time.
+
+        A limit of staleness counts steps, and rows of a dynamic table are updated after each.
+        """
+        tables = self._is_training and any(map(is_keyed, self._model.trainable_variables))
+        return tables or self._bound != math.inf
+
+    def _next(self, iterator: Any, count: int) -> tuple[Batches, Ticket | None]:
+        """The next batches, none at the data's end, and their ticket if workers read."""
+        if not isinstance(iterator, WorkerIterator):
+            return next_batches(iterator, count), None
+        ticket = self._context.scheduler.take(iterator, count)
+        if ticket is None:
+            return [], None
+        if self._is_training:
+            self._context.times.note_read(ticket.home, ticket.seconds)
+        return ticket.batches, ticket
+
+    def _report_placement(self) -> None:
+        """Logs the placement of the variables after the first step, which creates the last."""
+        context = self._context
+        if self._is_training and not self._is_reported and context.extended._num_ps > 1:
+            due = context.extended.placement.weights
+            logger.info("%s", reports.report(context.server_addresses(), due, self._model))
+            reports.warn_of_whole_tensors(self._model)
+        self._is_reported = True
+
+    def begin_training(self) -> None:
+        """Called when a `fit` begins: the logs of a training before say nothing of it."""
+        self.drain()
+        with self._lock:
+            self._known = self._bad_loss = None
+
+    def take_bad_loss(self) -> float | None:
+        """Returns a non-finite loss that no batch's logs have shown, or None."""
+        self.drain()
+        return self._pop_bad_loss()
+
+    def _pop_bad_loss(self) -> float | None:
+        with self._lock:
+            bad_loss, self._bad_loss = self._bad_loss, None
+            return bad_loss
+
+    def drain(self) -> None:
+        """Waits for all steps; metrics and logs are those of all of them then."""
+        if self._totals is None:
+            return
+        began = time.time()
+        self._join()
+        if self._is_training:
+            self._context.times.note_wait(began)
+        self._shown_logs.update(self.logs | self.final_logs())
+        for updates in self._row_updates.values():
+            updates.forget_rest()
+        self._write_totals()
+        self._sent, self._shown_logs = 0, {}
+
+    def _submit(self, batches: Batches, element_spec: Any, ticket: Ticket | None) -> None:
         """Sends one closure with a step for each batch; waits if enough are under way.
 
         The ticket is that of batches which workers have read.
@@ -112,7 +221,7 @@ class StepRunner:
         """
         if self._totals is not None and not are_same(self._totals.variables, step.variables):
             # A batch of another form, whose function meets the variables in another order.
-            self.join()
+            self._join()
             self._write_totals()
         with self._lock:
             if self._totals is None:
@@ -132,8 +241,7 @@ class StepRunner:
                 "leave them out of compile().",
                 names,
             )
-        if self._context.scheduler.is_busy:
-            self._context.scheduler.join()
+        self._context.scheduler.join()
 
     @property
     def logs(self) -> dict[str, Any]:
@@ -141,23 +249,7 @@ class StepRunner:
         with self._lock:
             return dict(self._logs or {})
 
-    def begin_training(self) -> None:
-        """Forgets the logs of a training before: they say nothing of the one that begins."""
-        with self._lock:
-            self._known = self._bad_loss = None
-
-    def take_bad_loss(self) -> float | None:
-        """Returns and clears a non-finite loss of the steps since the last call."""
-        with self._lock:
-            bad_loss, self._bad_loss = self._bad_loss, None
-            return bad_loss
-
-    @property
-    def is_open(self) -> bool:
-        """Whether steps have been sent since the last `close`."""
-        return self._totals is not None
-
-    def join(self) -> None:
+    def _join(self) -> None:
         """Waits for all steps; on a worker's error, gives up the totals and raises it."""
         try:
             self._context.scheduler.join()
@@ -177,13 +269,6 @@ class StepRunner:
         values = self._totals.values
         return self._computed_logs[id(step)](values, values - change, inputs)
 
-    def close(self) -> None:
-        """Writes the totals to the chief's variables, once all steps are back."""
-        for updates in self._row_updates.values():
-            updates.forget_rest()
-        self._write_totals()
-        self._sent = 0
-
     def _write_totals(self) -> None:
         with self._lock:
             if (totals := self._totals) is not None:
@@ -195,8 +280,8 @@ class StepRunner:
     def _take_result(
         self, number: int, count: int, step: TracedStep, result: Any, run: Run
     ) -> None:
-        vector, costs = step.add_costs(result[0], self._context.totals)
-        vector = self._context.updating.take_pending(vector, run.worker)
+        vector, pending, costs = step.add_costs(result[0], self._context.totals)
+        self._context.updating.note_pending(pending, run.worker)
         with self._lock:
             if self._totals is not None and self._is_training:
                 self._context.steps_by_worker[run.worker] += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -34,16 +34,9 @@ from keras_psplus.parameter_server.transport.pulls import Pulls, current_pulls
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
+    from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
     from keras_psplus.parameter_server.tracing.traffic import CallCosts, TrafficTotals
     from keras_psplus.parameter_server.transport.pulls import WholeRead
-
-
-class TracedShare(Protocol):
-    """Worker's share of a global step, once it is traced: a `WorkerReplicaStep`."""
-
-    handed_over: list[Any]
-    first_hand_over: int | None
-    whole_reads: list[WholeRead]
 
 
 class TracedStep(NamedTuple):
@@ -58,6 +51,7 @@ class TracedStep(NamedTuple):
         costs: What a call costs, a `traffic.TrafficSummary`.
         may_overlap: Whether a worker may run it beside another call of it.
         replica_step: What the context of tracing was; None for steps of one worker alone.
+        whole_reads: The variables that it reads whole.
         origin: The function that it is traced from; TensorFlow holds it weakly.
     """
 
@@ -68,18 +62,20 @@ class TracedStep(NamedTuple):
     notes: Any
     costs: TrafficSummary
     may_overlap: bool
-    replica_step: TracedShare | None
+    replica_step: WorkerReplicaStep | None
+    whole_reads: list[WholeRead]
     origin: Any
 
-    def split(self, vector: np.ndarray | tf.Tensor) -> list[np.ndarray]:
-        """Splits a call's result vector into the output of `collect` and the traffic counts."""
+    def split(self, vector: np.ndarray | tf.Tensor) -> tuple[np.ndarray, int, np.ndarray]:
+        """Splits a call's result vector: output of `collect`, `Trace.pending`, traffic counts."""
         vector = np.asarray(vector)
-        return np.split(vector, [len(vector) - self.costs.size])
+        end = len(vector) - self.costs.size
+        return vector[: end - 1], int(vector[end - 1]), vector[end:]
 
-    def add_costs(self, vector: Any, totals: TrafficTotals) -> tuple[np.ndarray, CallCosts]:
+    def add_costs(self, vector: Any, totals: TrafficTotals) -> tuple[np.ndarray, int, CallCosts]:
         """As `split`, with the costs of the call, which it adds to the totals."""
-        vector, counts = self.split(vector)
-        return vector, totals.add(self.costs, counts)
+        vector, pending, counts = self.split(vector)
+        return vector, pending, totals.add(self.costs, counts)
 
 
 class StepFunctions:
@@ -103,7 +99,7 @@ class StepFunctions:
         step: Callable[..., Any],
         collect: Callable[[Trace, list[Any]], tuple[tf.Tensor, Any, Any]],
         weights: Callable[[], Iterable[tf.Variable]],
-        replica_step: Callable[[tf.Tensor], AbstractContextManager[TracedShare | None]] = (
+        replica_step: Callable[[tf.Tensor], AbstractContextManager[WorkerReplicaStep | None]] = (
             lambda initial: contextlib.nullcontext()
         ),
         overlap: bool = False,
@@ -145,8 +141,6 @@ class StepFunctions:
 
     def _trace(self, spec: Any, batch_spec: Any) -> TracedStep:
         self._context.times.note_tracing()
-        variables: list[ClosureVariable] = []
-        overwritten: list[ClosureVariable] = []
         stay: set[Any] = set()
 
         def worker_function(initial: tf.Tensor, payload: Any) -> tuple[tf.Tensor, Any]:
@@ -163,34 +157,31 @@ class StepFunctions:
                 ]
                 vector, outputs, notes = self._collect(trace, results)
                 # In the same tensor: each would cost a separate message.
+                vector = tf.concat([vector, trace.pending()], 0)
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
-            # A sum of gradients is read and written from step to step.
-            may_overlap = self._overlap and not self._context.updating.keeps_in(trace)
-            traced[:] = counter, replica_step, may_overlap, notes, trace.tables
-            variables[:], overwritten[:] = trace.variables, trace.overwritten()
-            written_in_loops.update(pulls.written_in_loops())
+            traced[:] = counter, pulls.written_in_loops()
+            found.update(
+                variables=trace.variables,
+                overwritten=trace.overwritten(),
+                tables=trace.tables,
+                notes=notes,
+                # A sum of gradients is read and written from step to step.
+                may_overlap=self._overlap and not trace.kept,
+                replica_step=replica_step,
+                whole_reads=list(pulls.whole_reads.values()),
+            )
             return vector, outputs
 
         while True:
             traced: list[Any] = []
-            written_in_loops: set[Any] = set()
+            found: dict[str, Any] = {}
             function = tf.function(worker_function, autograph=False)
             with self._context.strategy.scope():
                 concrete = function.get_concrete_function(tf.TensorSpec([None], tf.float64), spec)
+            counter, written_in_loops = traced
             if written_in_loops <= stay:
-                counter, replica_step, may_overlap, notes, tables = traced
                 costs = counter.summary(concrete.graph)
-                return TracedStep(
-                    concrete,
-                    variables,
-                    overwritten,
-                    tables,
-                    notes,
-                    costs,
-                    may_overlap,
-                    replica_step,
-                    function,
-                )
+                return TracedStep(concrete=concrete, costs=costs, origin=function, **found)
             stay |= written_in_loops
 
     def _pulls(self, stay: set[Any], counter: TrafficCounter) -> Pulls:

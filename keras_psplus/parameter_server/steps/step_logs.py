@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -76,19 +77,31 @@ def changes_and_logs(
     return tf.concat([trace.changes(), *parts], 0), (), notes
 
 
+def results_of(model: keras.Model, variables: Iterable[ClosureVariable]) -> dict[str, Any]:
+    """The results of metrics that have one of some variables, by names as in logs."""
+    return _flat(
+        {
+            metric.name: metric.result()
+            for metric in model.metrics
+            if any(v._value is used for v in metric.variables for used in variables)
+        }
+    )
+
+
+def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
 def _can_read(read: metric_logs.Read) -> bool:
     return read.is_first or read.is_last
 
 
 def _scalars(logs: Mapping[str, Any] | None) -> dict[str, tf.Tensor]:
-    flat: dict[str, tf.Tensor] = {}
-    for name, value in (logs or {}).items():
-        if isinstance(value, dict):
-            flat.update(_scalars(value))
-        else:
-            value = tf.convert_to_tensor(value)
-            flat[name] = tf.reduce_mean(value) if value.shape.rank != 0 else value
-    return flat
+    values = {name: tf.convert_to_tensor(value) for name, value in _flat(logs or {}).items()}
+    return {n: tf.reduce_mean(v) if v.shape.rank != 0 else v for n, v in values.items()}
 
 
 class ComputedLogs:

@@ -142,7 +142,6 @@ class OverlapPlanner:
             generation: Number of the functions, which no others share.
             trace: Function that traces the step once more, with `begin`.
         """
-        assert function.step.replica_step is not None
         if any(is_keyed(variable) for one in function.added for variable in one.variables):
             _warn_of("its update of a dynamic table cannot be undone")
             return None
@@ -151,7 +150,7 @@ class OverlapPlanner:
         written = undo.handles
         whole = [
             read
-            for read in function.step.replica_step.whole_reads
+            for read in function.step.whole_reads
             if any(id(part.handle) in written for part in read.parts)
         ]
         self._copies = copies = WorkerCopies(self._context, whole)

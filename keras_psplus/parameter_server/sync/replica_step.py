@@ -17,7 +17,6 @@ from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import local_traces, stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.engine import Engine
-from keras_psplus.parameter_server.transport.pulls import WholeRead
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
 
@@ -32,7 +31,6 @@ class WorkerReplicaStep(ReplicaStep):
     Attributes:
         handed_over: List of what `push` has returned.
         first_hand_over: How many operations the function had before; None before the first.
-        whole_reads: List of `pulls.WholeRead`, once the step has been traced.
     """
 
     has_batch_fraction = True
@@ -45,7 +43,6 @@ class WorkerReplicaStep(ReplicaStep):
         self._calls: list[stand_ins.TapeCall] = []
         self.handed_over: list[Any] = []
         self.first_hand_over: int | None = None
-        self.whole_reads: list[WholeRead] = []
 
     def batch_fraction(self) -> tf.Tensor:
         return self._weight

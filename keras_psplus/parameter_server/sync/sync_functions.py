@@ -24,7 +24,6 @@ from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.tracing import local_copies, remote, traffic
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
-from keras_psplus.parameter_server.transport.pulls import current_pulls
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 
@@ -78,11 +77,8 @@ class SyncFunctions:
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         vector, _, notes = self._collect(trace, results)
-        own, pulls = WorkerReplicaStep.current(), current_pulls()
-        assert own is not None and pulls is not None
-        own.whole_reads = list(pulls.whole_reads.values())
-        outputs: Any = ()
-        if self._pushes_later:
+        own, outputs = WorkerReplicaStep.current(), list[Any]()
+        if self._pushes_later and own is not None:
             outputs = [[_leaves(g) for g in one.gradients] for one in own.handed_over]
         return vector, outputs, notes
 

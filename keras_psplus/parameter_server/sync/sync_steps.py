@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -31,7 +32,6 @@ from keras_psplus.parameter_server.sync.step_attempts import Attempt
 from keras_psplus.parameter_server.sync.step_update import StepUpdate, StepUpdates
 from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
 from keras_psplus.parameter_server.tracing.remote import to_chief
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 # The functions for a share, and what they are given of it.
 _Call: TypeAlias = tuple[SyncFunction, Any]
@@ -84,25 +84,19 @@ class SyncRunner(StepRunner):
     """Takes global steps and keeps the totals of metrics and seeds."""
 
     def __init__(
-        self,
-        context: StepContext,
-        step: Callable[..., Any],
-        weights: Callable[[], Iterable[tf.Variable]],
-        results: Callable[[list[ClosureVariable]], Mapping[str, Any]],
+        self, context: StepContext, model: keras.Model, step: Callable[..., Any], is_training: bool
     ) -> None:
-        super().__init__(context, step, weights, results, is_training=True)
+        super().__init__(context, model, step, is_training)
         self._updates = StepUpdates(context, self._functions)
         self._failures = 0
         # Those that the present step is cut for.
         self._workers = list(range(context.num_workers))
 
-    def _make_functions(
-        self, step: Callable[..., Any], weights: Callable[[], Iterable[tf.Variable]]
-    ) -> Any:
+    def _make_functions(self, step: Callable[..., Any]) -> Any:
         collect = functools.partial(changes_and_logs, metrics=self._results)
-        return SyncFunctions(self._context, step, collect, weights)
+        return SyncFunctions(self._context, step, collect, self._weights)
 
-    def submit(self, batches: Any, element_spec: Any = None, ticket: Ticket | None = None) -> None:
+    def _submit(self, batches: Any, element_spec: Any, ticket: Ticket | None) -> None:
         """Takes a global step for each batch; the chief reads the data."""
         for batch in batches:
             begin = time.monotonic()
@@ -203,7 +197,7 @@ class SyncRunner(StepRunner):
         def done(result: Any, run: Run) -> None:
             if not result:
                 return
-            vector, taken = functions.step.add_costs(result[0], self._context.totals)
+            vector, _, taken = functions.step.add_costs(result[0], self._context.totals)
             is_late = len(result) == 1
             if functions.push is not None and not is_late:
                 pushed = self._context.totals.add(functions.push.costs, np.asarray(result[1]))

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
 from keras_psplus.core.batch.clock import run_apart, time_after
-from keras_psplus.tf_internals import context, func_graph, resource_variable_ops
+from keras_psplus.core.graph.stand_ins import sources
+from keras_psplus.tf_internals import context, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
 READ, SEND = "read", "send"
@@ -73,7 +74,7 @@ class TransferTimer:
         Reads that the function's results do not need are pruned from the graph, and waiting for
         them would execute them.
         """
-        needed = _needed_for(results) if self._pulled else ()
+        needed = set(sources(results)) if self._pulled else ()
         pulled, begin = [v for v in self._pulled if v.op in needed], self._begin
         self._pulled, self._begin = [], None
         if not pulled or begin is None:
@@ -133,23 +134,3 @@ def _sent_by_servers(values: Iterable[tf.Tensor]) -> dict[str, list[tf.Tensor]]:
         found.sort(key=lambda tensor: tensor.shape.num_elements() or 0)
         sent[server] = found[-_SHOWN:]
     return dict(sorted(sent.items()))
-
-
-def _needed_for(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    """Operations that tensors depend on, also outside of their branch."""
-    waiting, needed = list(tensors), set()
-    captures = {}
-    while waiting:
-        tensor = waiting.pop()
-        graph = tensor.graph
-        if graph not in captures:
-            pairs = graph.captures if isinstance(graph, func_graph.FuncGraph) else ()
-            captures[graph] = {id(inside): outside for outside, inside in pairs}
-        outside = captures[graph].get(id(tensor))
-        if outside is not None:
-            # What the outermost function captures lies with the chief, or is a handle.
-            waiting += [outside] if hasattr(outside, "graph") else []
-        elif tensor.op not in needed:
-            needed.add(tensor.op)
-            waiting += tensor.op.inputs
-    return needed

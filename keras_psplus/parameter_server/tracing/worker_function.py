@@ -20,6 +20,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import types_core as core
 
 _READS = ("ReadVariableOp", "VariableShape")
+NOTHING_KEPT = -1
 # The worker function that a thread is tracing.
 current_trace: ThreadValue[Trace] = ThreadValue()
 
@@ -33,6 +34,8 @@ class Trace:
     Attributes:
         variables: The closure variables so far.
         tables: Dynamic tables that the function keeps gradients for.
+        kept: Sums and copies that the worker keeps from step to step. The `count` of each, a
+            tensor, is of how many batches it has something that is not sent yet.
     """
 
     def __init__(self, initial: tf.Tensor) -> None:
@@ -42,6 +45,7 @@ class Trace:
         self._size = 0
         self.variables: list[ClosureVariable] = []
         self.tables: list[Any] = []
+        self.kept: list[Any] = []
 
     def handle_of(self, variable: ClosureVariable) -> tf.Tensor:
         """The handle of the worker's own copy of a closure variable."""
@@ -90,6 +94,12 @@ class Trace:
             or (op.type == "AssignVariableOp" and _adds_to(handle, op.inputs[1]))
             for op in writes
         )
+
+    def pending(self) -> tf.Tensor:
+        """Largest `count` of what is kept, or `NOTHING_KEPT`; a float64 vector of one number."""
+        counts = [one.count for one in self.kept]
+        pending = tf.reduce_max(tf.stack(counts)) if counts else NOTHING_KEPT
+        return tf.cast(tf.reshape(pending, [1]), tf.float64)
 
     def changes(self) -> tf.Tensor:
         """Increments of the closure variables, a float64 vector."""

@@ -147,11 +147,8 @@ class Pulls:
                 with self._in_turn(variable, home):
                     values = reads.read_together(wanted, compressors, keys)
             else:
-                values = [
-                    reads.read(
-                        parts, compressors[0], keys[0], lambda part: self._in_turn(part, home)
-                    )
-                ]
+                in_turn = functools.partial(self._in_turn, home=home)
+                values = [reads.read(parts, compressors[0], keys[0], in_turn)]
             for other, compressor, value in zip(wanted, compressors, values):
                 of_other = parts if other is variable else [other]
                 self._keep(home, other, of_other, value)

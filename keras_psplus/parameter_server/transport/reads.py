@@ -1,6 +1,5 @@
 """Reads of parameter servers' variables, whole or by rows, exact or compressed."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,12 +33,12 @@ def read(
     parts: Sequence[tf.Variable],
     compressor: Compressor | None,
     key: Key,
-    in_turn: Callable[[tf.Variable], AbstractContextManager[None]] | None = None,
+    in_turn: Callable[[tf.Variable], AbstractContextManager[Any]],
 ) -> tf.Tensor:
     """Brings a variable's value to the worker; `in_turn` makes the context of reading a part."""
     values = []
     for part in parts:
-        with in_turn(part) if in_turn is not None else contextlib.nullcontext():
+        with in_turn(part):
             payload = _encode(part, compressor, key)
         values.append(_decode(payload, part, compressor))
     return values[0] if len(parts) == 1 else tf.concat(values, 0)

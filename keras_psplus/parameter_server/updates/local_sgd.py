@@ -50,10 +50,6 @@ class LocalSGDRounds:
     variables: LocalSGDVariables
     constrain: Callable[[], None]
 
-    def open(self) -> LocalSGDRound:
-        """The optimizer's `LocalSGDRound` in the function that is being traced, begun."""
-        return LocalSGDRound(self)
-
     def names(self, kind: str) -> WorkerVariables:
         """A maker of variables, of this optimizer's own."""
         states = self.extended.worker_states
@@ -61,7 +57,7 @@ class LocalSGDRounds:
 
 
 class LocalSGDRound:
-    """The present round of the worker that runs the function which is being traced."""
+    """The present round, begun, of the worker that runs the function which is being traced."""
 
     def __init__(self, rounds: LocalSGDRounds) -> None:
         self._rounds, self._variables = rounds, rounds.variables

@@ -9,13 +9,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import averaged_with_weights, optimizers_of, unwrapped
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.tracing import local_copies
 from keras_psplus.parameter_server.transport import server_side
 from keras_psplus.parameter_server.transport.reads import parts_of
-from keras_psplus.parameter_server.updates.local_sgd import LocalSGDRounds, LocalSGDVariables
+from keras_psplus.parameter_server.updates.local_sgd import (
+    LocalSGDRound,
+    LocalSGDRounds,
+    LocalSGDVariables,
+)
 from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
 from keras_psplus.updates import LocalSGD, Updates
 
@@ -37,7 +41,7 @@ class LocalSGDUpdates(WorkerUpdates):
         def step_alone(batch: Any) -> Any:
             seen: set[int] = set()
             optimizers = [one for one in optimizers_of(model).values() if one.built]
-            rounds = [self._open(one, seen).open() for one in optimizers]
+            rounds = [LocalSGDRound(self._rounds_of(one, seen)) for one in optimizers]
             handles: dict[int, tf.Tensor] = {}
             for one in rounds:
                 self._note(one)
@@ -50,7 +54,7 @@ class LocalSGDUpdates(WorkerUpdates):
 
         return step_alone
 
-    def _open(self, optimizer: keras.optimizers.Optimizer, seen: set[int]) -> LocalSGDRounds:
+    def _rounds_of(self, optimizer: keras.optimizers.Optimizer, seen: set[int]) -> LocalSGDRounds:
         variables = _variables_of(optimizer, self.policy, seen)
         if optimizer not in self._rounds:
             context = self._context()
@@ -92,7 +96,7 @@ class LocalSGDUpdates(WorkerUpdates):
 
         def finish() -> None:
             assert rounds is not None
-            one = rounds.open()
+            one = LocalSGDRound(rounds)
             self._note(one)
             one.finish()
 
@@ -114,9 +118,9 @@ def _variables_of(
     # A weight that two optimizers change has one copy.
     weights = [v for v in optimizer._trainable_variables if id(v) not in seen]
     seen.update(id(variable) for variable in weights)
-    averages = list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
-    averages = [variable for variable in averages if variable is not None]
     sums = optimizer._accumulated_gradients if optimizer.gradient_accumulation_steps else []
+    averaged = averaged_with_weights(optimizer, policy, optimizer._trainable_variables)
+    averages = [v for v in averaged if v is not None and all(v is not one for one in sums)]
     others = [*averages, *sums, optimizer._iterations]
     slots = [
         variable
@@ -125,9 +129,5 @@ def _variables_of(
         and variable.name != "learning_rate"
         and all(variable is not other for other in others)
     ]
-    if policy.average_slots:
-        shapes = {tuple(variable.shape) for variable in optimizer._trainable_variables}
-        averages += [slot for slot in slots if tuple(slot.shape) in shapes]
-        slots = [slot for slot in slots if tuple(slot.shape) not in shapes]
     kinds = weights, averages, slots, [optimizer._iterations]
     return LocalSGDVariables(*([variable._value for variable in kind] for kind in kinds))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
@@ -20,15 +19,18 @@ from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.scheduling.closures import Closure, Run
+from keras_psplus.parameter_server.scheduling.scheduler import weakly
 from keras_psplus.parameter_server.state.worker_variables import WorkerVariables
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions
-from keras_psplus.parameter_server.tracing import worker_function
-from keras_psplus.parameter_server.tracing.worker_function import pack
+from keras_psplus.parameter_server.tracing.worker_function import (
+    NOTHING_KEPT,
+    current_trace,
+    pack,
+)
 from keras_psplus.updates import Updates, map_values
 from keras_psplus.updates.accumulation import Form, forms_of
 from keras_psplus.updates.base import Context
 
-_NOTHING = -1
 # Raised by a thread while an optimizer is given sums, not a batch's gradients.
 applying_flag = ThreadFlag()
 
@@ -66,14 +68,14 @@ class WorkerUpdates:
         self._units = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, dict[tuple[int, ...], _Unit]
         ]()
-        self._in_trace = weakref.WeakKeyDictionary[worker_function.Trace, list[Any]]()
         self._on_all_workers = weakref.WeakKeyDictionary[
             keras.optimizers.Optimizer, tuple[int, Any]
         ]()
         self._finished = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, int]()
         self._pending: dict[int, int] = {}
         self._steps, self._are_steps_counted = 0, True
-        context.scheduler.on_worker_lost = self._note_loss
+        # Threads hold the queue.
+        context.scheduler.queue.on_lost = weakly(self._note_loss)
 
     def wrap(self, model: keras.Model, step: Callable[..., Any]) -> Callable[..., Any]:
         """A model's step as workers take it: on their copies if `updates` is local."""
@@ -146,9 +148,9 @@ class WorkerUpdates:
 
     def _note(self, part: Any) -> None:
         """Notes a part of the function that is being traced which has a `count`."""
-        trace = worker_function.current_trace()
+        trace = current_trace()
         if trace is not None:
-            self._in_trace.setdefault(trace, []).append(part)
+            trace.kept.append(part)
         else:
             # The steps of a script's own loop are not seen here.
             self._are_steps_counted = False
@@ -179,7 +181,7 @@ class WorkerUpdates:
             functions = StepFunctions(
                 context,
                 lambda nothing: finish(),
-                lambda trace, results: (self._pending_in(trace), (), ()),
+                lambda trace, results: (tf.zeros([0], tf.float64), (), ()),
                 lambda: (),
             )
             self._on_all_workers[owner] = count, functions
@@ -191,8 +193,8 @@ class WorkerUpdates:
         function, payload = functions([()])
 
         def done(result: Any, run: Run) -> None:
-            vector, _ = function.add_costs(result[0], context.totals)
-            self._note_pending(vector, run.worker)
+            _, pending, _ = function.add_costs(result[0], context.totals)
+            self.note_pending(pending, run.worker, steps=0)
 
         for worker in sorted(set(range(context.num_workers)) - context.scheduler.queue.lost):
             arguments = tf.constant(pack(function.variables)), payload
@@ -210,39 +212,11 @@ class WorkerUpdates:
             if any(not wanted.isdisjoint(key) for key in units)
         ]
 
-    def _pending_in(self, trace: worker_function.Trace) -> tf.Tensor:
-        """Of how many batches the worker that runs a function has something left, a vector."""
-        counts = [one.count for one in self._in_trace.get(trace, ())]
-        pending = tf.reduce_max(tf.stack(counts)) if counts else _NOTHING
-        return tf.cast(tf.reshape(pending, [1]), tf.float64)
-
-    def keeps_in(self, trace: worker_function.Trace) -> bool:
-        """Whether a worker function keeps gradients, or copies of variables, from step to step."""
-        return bool(self._in_trace.get(trace))
-
-    def with_pending(
-        self, collect: Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]
-    ) -> Callable[[worker_function.Trace, list[Any]], tuple[tf.Tensor, Any, Any]]:
-        """A `collect`, as for `StepFunctions`, whose vector ends with what `take_pending` takes."""
-
-        def collect_with_pending(
-            trace: worker_function.Trace, results: list[Any]
-        ) -> tuple[tf.Tensor, Any, Any]:
-            vector, outputs, notes = collect(trace, results)
-            return tf.concat([vector, self._pending_in(trace)], 0), outputs, notes
-
-        return collect_with_pending
-
-    def take_pending(self, vector: np.ndarray, worker: int) -> np.ndarray:
-        """Notes a step's pending batches on a worker; returns the rest of the vector."""
-        if vector[-1] != _NOTHING:
-            self._steps += 1
-        self._note_pending(vector[-1:], worker)
-        return vector[:-1]
-
-    def _note_pending(self, vector: np.ndarray, worker: int) -> None:
-        if vector[0] != _NOTHING:
-            self._pending[worker] = int(vector[0])
+    def note_pending(self, pending: int, worker: int, steps: int = 1) -> None:
+        """Notes of how many batches a worker has something left after steps."""
+        if pending != NOTHING_KEPT:
+            self._steps += steps
+            self._pending[worker] = pending
 
     @property
     def pending(self) -> dict[int, int]:
