@@ -21,7 +21,7 @@ from keras_psplus.parameter_server.tracing.worker_function import current_trace
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside
-from keras_psplus.tables.rows.graphs import traced
+from keras_psplus.tables.rows.graphs import as_it_is, traced
 from keras_psplus.tables.store import RowStore
 
 _LONG, _FLOAT = tf.int64, tf.float32
@@ -69,7 +69,7 @@ class ServerRows:
                 return self._lock.execute(lambda: function(*args))
 
             self._functions[name] = outside(lambda: traced(locked, *specs))
-        with tf.device(self.device):
+        with tf.device(self.device), as_it_is():
             return self._functions[name](*args)
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:

@@ -4,10 +4,14 @@ The first step of a job takes as long as TensorFlow needs to trace a table's fun
 them ready, which grows with the number of their operations, branches and captured tensors.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from keras_psplus.tf_internals import context
 
 
 def traced(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
@@ -23,16 +27,42 @@ def traced(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
 
 
 def traced_once(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
-    """Function with a graph of its own, which is one operation in others."""
+    """Function with a graph of its own, which is one operation in others, as it is."""
     made: list[Any] = []
 
     def call(*args: tf.Tensor) -> Any:
         if not made:
             with tf.init_scope():
                 made.append(traced(function, *signature))
-        return made[0](*args)
+        with as_it_is():
+            return made[0](*args)
 
     return call
+
+
+@contextlib.contextmanager
+def as_it_is() -> Iterator[None]:
+    """Context whose calls of functions have TensorFlow not optimize their graphs.
+
+    Grappler goes through a function again for each that calls it. That would be two fifths of what
+    TensorFlow needs to make a table ready, and it finds nothing in there that makes steps faster.
+    """
+    own = context.context()
+    options = own.function_call_options
+    own.function_call_options = _unoptimized(
+        options.executor_type, options.config_proto_serialized
+    )
+    try:
+        yield
+    finally:
+        own.function_call_options = options
+
+
+@functools.cache
+def _unoptimized(executor_type: str | None, serialized: bytes) -> Any:
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return context.FunctionCallOptions(executor_type, config)
 
 
 def places_of(mask: tf.Tensor) -> tf.Tensor:
