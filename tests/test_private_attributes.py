@@ -36,6 +36,7 @@ OPTIONAL = {
     "_device_iterators",
     "_distribution_strategy",
     "_gate_dense",
+    "_rng",
 }
 PYTHON = {"_exit", "_fmt"}
 

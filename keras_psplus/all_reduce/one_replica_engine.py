@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads, single_steps
-from keras_psplus.core.data import epochs
+from keras_psplus.core.data import data_seeds, epochs
 from keras_psplus.core.distributed_engine import symbolic_batch
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
@@ -43,7 +42,7 @@ class OneReplicaEngine(StrategyEngine):
         if self.strategy.task is None:
             iterator._distributed_dataset = iterator.data_adapter.get_tf_dataset()
             return
-        seed = self.progress.data_seed(random.randint(1, int(1e9)))
+        seed = self.progress.data_seed(data_seeds.draw())
         iterator._distributed_dataset = sharding.of_one_replica(iterator.data_adapter, seed)
         self.progress.note_data_seed(seed)
 

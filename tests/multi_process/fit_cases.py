@@ -9,6 +9,7 @@ that are left out are all. What each case returns, and the final weights, is wri
 
 import os
 import pathlib
+import random
 import sys
 import typing
 
@@ -68,7 +69,10 @@ def numpy_defaults(**kwargs):
 
 @case
 def last_batch_of_one_row():
-    return trained(mlp(), *blobs(rows=101), **numpy_defaults())
+    """And random numbers after it, of which layers of the next model would have their seeds."""
+    model, results = trained(mlp(), *blobs(rows=101), **numpy_defaults())
+    drawn = random.random(), np.random.rand(), tf.random.uniform([]).numpy()
+    return model, results | {"drawn": np.array(drawn)}
 
 
 @case

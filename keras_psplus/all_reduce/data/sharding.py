@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
 from keras_psplus.all_reduce.data.global_batches import GlobalBatches
 from keras_psplus.all_reduce.data.py_dataset import share_shuffle
 from keras_psplus.core.batch import batches
+from keras_psplus.core.data import data_seeds
 from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.rows_before_maps import Pipeline
@@ -91,8 +91,7 @@ def distribute(
     world = strategy.extended.world
     pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
-    # Drawn as Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    seed = seed_for(random.randint(1, int(1e9)))
+    seed = seed_for(data_seeds.draw())
     proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run)
     proposals = _exchange(strategy, proposal)
     # To read several batches at once, TensorFlow has workers ask each other for each of them.

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import random
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core.base import optimizers
+from keras_psplus.core.data import data_seeds
 
 if TYPE_CHECKING:
     import keras
@@ -34,7 +34,7 @@ class FitCall:
         number: Its number among those with this folder, from 1; those that failed do not count.
         model: The number of its model among theirs.
         arguments: Arguments by which calls are told apart, a dict.
-        random: Python's state of random numbers when it began, of which seeds of data are drawn.
+        random: What seeds of data depended on when it began, of `data_seeds.state`.
         history: Epochs and logs of a call that has ended, or None.
         has_ended: Whether it has ended well.
         optimizer: Function that returns the model's optimizer of then, or None if it is gone.
@@ -68,7 +68,7 @@ class FitCalls:
         if number is None:
             number = len(self._models)
             self._models.append(weakref.ref(model))
-        call = FitCall(len(self._calls) + 1, number, arguments, random.getstate())
+        call = FitCall(len(self._calls) + 1, number, arguments, data_seeds.state())
         if model.optimizer is not None:
             call.optimizer = weakref.ref(model.optimizer)
         self._calls.append(call)

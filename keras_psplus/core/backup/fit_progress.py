@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from keras_psplus.core.backup import backup_files, callback_states, fit_calls
 from keras_psplus.core.backup.backup_states import TRAINING
 from keras_psplus.core.backup.training_state import TrainingState
 from keras_psplus.core.base import optimizer_states
-from keras_psplus.core.data import data_layout
+from keras_psplus.core.data import data_layout, data_seeds
 from keras_psplus.files import ownership
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import file_utils
@@ -124,7 +123,7 @@ class FitProgress:
         """Trains nothing: this call had ended before the backup was made, of a later one.
 
         Args:
-            passed: Dict of the call's `history`, and of Python's state of `random` after it.
+            passed: Dict of the call's `history`, and of the state of `data_seeds` after it.
         """
         self.is_saving, self.passed = False, passed
         model._initial_epoch = sys.maxsize
@@ -138,8 +137,7 @@ class FitProgress:
         """It has ended, well or not; the next one begins where its script says."""
         model._initial_epoch = self._initial_epoch
         if self.passed is not None and self.passed["random"] is not None:
-            version, numbers, gauss = self.passed["random"]
-            random.setstate((version, tuple(numbers), gauss))
+            data_seeds.restore(self.passed["random"])
 
     def data_seed(self, drawn: int) -> int:
         """The seed of the order of data that are about to be read.

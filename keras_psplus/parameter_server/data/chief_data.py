@@ -6,12 +6,12 @@ something that is built on the workers only, so that it has no length and no bat
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.data import data_seeds
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
@@ -61,8 +61,7 @@ def on_workers(
     if keeps_order:
         info_once("predict: the chief reads the data, so that results keep their order")
         return None
-    # As Keras draws its seeds, so that `keras.utils.set_random_seed` settles it.
-    seed, lost = seed_for(random.randint(1, int(1e9))), context.scheduler.queue.lost
+    seed, lost = seed_for(data_seeds.draw()), context.scheduler.queue.lost
     is_cut = of_workers is None
     try:
         workers = WorkerDataset(
@@ -131,7 +130,7 @@ def take_apart(
     datasets = [_made_for(function, context) for context in contexts]
     # Shuffled data that are sharded need one order for all; each who reads everything, its own.
     is_sharded = any(context.is_asked for context in contexts)
-    first = random.randint(1, int(1e9))
+    first = data_seeds.draw()
     seeds = [first if is_sharded else first + i for i in range(len(datasets))]
     # A reader of all of them has a batch of each in turn, until all have ended.
     arguments["x"] = tf.data.Dataset.choose_from_datasets(

@@ -49,9 +49,7 @@ def as_it_is() -> Iterator[None]:
     """
     own = context.context()
     options = own.function_call_options
-    own.function_call_options = _unoptimized(
-        options.executor_type, options.config_proto_serialized
-    )
+    own.function_call_options = _unoptimized(options.executor_type, options.config_proto_serialized)
     try:
         yield
     finally:

@@ -1,0 +1,64 @@
+"""Seeds of the order of data, which take none of Python's random numbers away.
+
+Keras draws the seeds of layers from these. In one process `fit` draws none, so that whatever is
+made after it has the same weights here only if nothing else is drawn either. So a seed is made of
+what Python would draw next, and of how many were made of that before.
+"""
+
+import random
+from typing import Any
+
+from keras_psplus.tf_internals import context
+
+_LARGEST = int(1e9)
+
+
+class _Draws:
+    """Numbers that were drawn of one state.
+
+    `keras.utils.set_random_seed` may set a state that was there before. It has TensorFlow make
+    another generator, by which that is known.
+    """
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._generator: Any = None
+        self._count = 0
+
+    def count(self) -> int:
+        """How many there were of Python's state of now."""
+        state, generator = random.getstate(), getattr(context.context(), "_rng", None)
+        if state != self._state or generator is not self._generator:
+            self._state, self._generator, self._count = state, generator, 0
+        return self._count
+
+    def draw(self) -> int:
+        copy, before = random.Random(), self.count()
+        copy.setstate(self._state)
+        self._count += 1
+        return random.Random(f"{copy.getrandbits(64)} {before}").randint(1, _LARGEST)
+
+    def restore(self, state: Any, count: int) -> None:
+        random.setstate(state)
+        self.count()
+        self._count = count
+
+
+_draws = _Draws()
+
+
+def draw() -> int:
+    """Draws the seed of some data's order, which `keras.utils.set_random_seed` settles."""
+    return _draws.draw()
+
+
+def state() -> list[Any]:
+    """State that the next seeds depend on, for `restore`; of numbers and lists, as in JSON."""
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss, _draws.count()]
+
+
+def restore(state: list[Any]) -> None:
+    """Sets Python's random numbers, and how many seeds were drawn, to what they were."""
+    version, numbers, gauss, count = state
+    _draws.restore((version, tuple(numbers), gauss), count)

@@ -1,0 +1,43 @@
+"""Seeds of data: settled by Keras's seed, different from call to call, and taken from nobody."""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+
+from keras_psplus.core.data import data_seeds
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    before = random.getstate()
+    keras.utils.set_random_seed(5)
+    yield
+    random.setstate(before)
+
+
+def test_what_is_drawn_afterwards_stays_the_same():
+    expected = np.random.RandomState(5).rand(), random.Random(5).random()
+    data_seeds.draw()
+    assert (np.random.rand(), random.random()) == expected
+
+
+def test_seeds_differ_until_the_seed_is_set_again():
+    first = [data_seeds.draw() for _ in range(3)]
+    random.random()
+    first += [data_seeds.draw() for _ in range(2)]
+    assert len(set(first)) == 5
+    keras.utils.set_random_seed(5)
+    assert [data_seeds.draw() for _ in range(3)] == first[:3]
+
+
+def test_a_state_goes_on_elsewhere():
+    data_seeds.draw()
+    state = json.loads(json.dumps(data_seeds.state()))
+    expected = [data_seeds.draw(), random.random()]
+    random.random()
+    data_seeds.draw()
+    data_seeds.restore(state)
+    assert [data_seeds.draw(), random.random()] == expected
