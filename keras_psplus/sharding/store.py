@@ -132,6 +132,14 @@ class ShareStore:
         self._submit(variable=variable.number, steps=0, writes=0, gives=True)
         self._given = None
 
+    def meet(self, kind: str) -> None:
+        """Waits until the scripts of all workers are at the same point, and answers meanwhile.
+
+        Args:
+            kind: What they are doing, which must be the same.
+        """
+        self._control.exchange(kind, "")
+
     def _submit(self, **request: Any) -> Any:
         """Has all workers answer a request of this one; returns the answer."""
         begin = time.monotonic()

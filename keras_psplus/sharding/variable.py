@@ -195,6 +195,9 @@ class ShareVariable(WrittenVariable):
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
+        if tf.executing_eagerly() and not (in_update or self.place.is_everywhere):
+            # Another worker may have to read what is there now: it would get parts of both.
+            self._store.meet(f"a change of variable {self.name}")
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
         if tf.executing_eagerly():
             self.writes += 1

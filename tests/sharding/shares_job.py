@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from unittest import mock
 
 from tests import quick_start  # noqa: F401
 
@@ -21,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.sharding import store
 
 O = keras.optimizers  # noqa: E741
 
@@ -177,7 +179,20 @@ def files(folder, strategy):
         model.save_weights(folder / "alone.weights.h5")
         tf.train.Checkpoint(optimizer=model.optimizer).write(str(folder / "alone.checkpoint"))
     found |= {f"later/{k}": v for k, v in left(model, fit(model, x, epochs=1)).items()}
-    return found
+    # After `fit`, the weights are their averages.
+    model.train_on_batch(x[:8], np.arange(8) % 3)
+    swap = keras.callbacks.SwapEMAWeights()
+    swap.set_model(model)
+    # The others are at changing averages before the chief has read them.
+    late = store.ShareStore.read if strategy is None or not strategy.is_chief else read_late
+    with mock.patch.object(store.ShareStore, "read", late):
+        swap._swap_variables()
+    return found | {f"swapped/{i}": value for i, value in enumerate(model.get_weights())}
+
+
+def read_late(self, variable, read=store.ShareStore.read):
+    time.sleep(0.05)
+    return read(self, variable)
 
 
 def loaded(folder, path):

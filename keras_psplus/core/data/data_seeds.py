@@ -26,7 +26,7 @@ class _Draws:
         self._count = 0
 
     def count(self) -> int:
-        """How many there were of Python's state of now."""
+        """The number of those of Python's state of now."""
         state, generator = random.getstate(), getattr(context.context(), "_rng", None)
         if state != self._state or generator is not self._generator:
             self._state, self._generator, self._count = state, generator, 0
@@ -53,7 +53,7 @@ def draw() -> int:
 
 
 def state() -> list[Any]:
-    """State that the next seeds depend on, for `restore`; of numbers and lists, as in JSON."""
+    """State that the next seeds depend on, for `restore`: a list that JSON can have."""
     version, numbers, gauss = random.getstate()
     return [version, list(numbers), gauss, _draws.count()]
 

@@ -27,7 +27,7 @@ def traced(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
 
 
 def traced_once(function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:
-    """Function with a graph of its own, which is one operation in others, as it is."""
+    """Function with a graph of its own, one operation in others, as it is."""
     made: list[Any] = []
 
     def call(*args: tf.Tensor) -> Any:
