@@ -183,13 +183,14 @@ class GradientReducer:
         kind: str,
     ) -> list[Any]:
         with ops.device(self._launchers[replica]._device):
-            grads = [
-                duplicate_rows.summed_for(owner, gradient)
-                if isinstance(gradient, tf.IndexedSlices)
-                else gradient
-                for gradient in grads
+            # So they are in one process, of the rows of all replicas.
+            are_distinct = [duplicate_rows.are_distinct(gradient) for gradient in grads]
+            grads = [duplicate_rows.summed_for(owner, gradient) for gradient in grads]
+            sums = self._sums(owner, kind)[replica](grads, variables, step)
+            return [
+                duplicate_rows.distinct(total) if is_distinct else total
+                for total, is_distinct in zip(sums, are_distinct)
             ]
-            return self._sums(owner, kind)[replica](grads, variables, step)
 
     def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:
         of_owner = self._of_owner.setdefault(owner, {})

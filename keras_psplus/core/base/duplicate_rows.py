@@ -3,7 +3,7 @@
 An id that occurs several times in a batch has several rows in the gradient. Summed before they are
 sent, they are fewer bytes. But Keras's optimizers apply them one after the other, and the squares
 that Adagrad and Adam accumulate differ from the square of the sum. Where one process applies
-duplicates separately, they stay separate here.
+duplicates separately, they stay separate here; where it sums them, so do all replicas together.
 """
 
 from typing import Any
@@ -42,10 +42,15 @@ def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
     """
     if not tf.is_symbolic_tensor(ids):
         return None
-    # Some of distinct ones are distinct, too.
-    while ids.op.type in ("Identity", "StridedSlice"):
+    # Some of distinct ones are distinct, too, and in another shape.
+    while ids.op.type in ("Identity", "Reshape", "StridedSlice"):
         ids = ids.op.inputs[0]
     return ids.op.inputs[0] if ids.op.type == "Unique" and ids.value_index == 0 else None
+
+
+def are_distinct(gradient: tf.Tensor | tf.IndexedSlices | None) -> bool:
+    """Whether the graph shows that no row comes twice, as of lookups of sparse ids."""
+    return isinstance(gradient, tf.IndexedSlices) and looked_up(gradient.indices) is not None
 
 
 def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

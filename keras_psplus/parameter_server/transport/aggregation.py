@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
@@ -25,7 +26,8 @@ class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
 
     Its name is that of the resource on the server of its target, a variable or shard. With
-    `has_rows` it consists of `tf.IndexedSlices`.
+    `has_rows` it consists of `tf.IndexedSlices`, which are `are_distinct` if no worker's has a row
+    twice: neither has the sum.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GradientSum(NamedTuple):
     has_rows: bool
     dtype: tf.DType
     index_dtype: tf.DType | None
+    are_distinct: bool = False
 
     @property
     def wide(self) -> tf.DType:
@@ -107,11 +110,12 @@ class GradientSum(NamedTuple):
             ),
             shape_invariants=(tf.TensorShape([]), self._row_shape, tf.TensorShape([None])),
         )
-        return tf.IndexedSlices(
+        slices = tf.IndexedSlices(
             values * tf.cast(scale, values.dtype),
             indices,
             tf.constant(self.target.shape.as_list(), indices.dtype),
         )
+        return duplicate_rows.summed(slices) if self.are_distinct else slices
 
     def release(self, stamp: tf.Tensor, count: tf.Tensor) -> None:
         """Adds zeros instead of gradients that will not come, so that nobody waits for them."""
@@ -197,6 +201,7 @@ def add(
                 has_rows,
                 part.dtype,
                 part.indices.dtype if has_rows else None,
+                duplicate_rows.are_distinct(part),
             )
             with tf.control_dependencies(after(target)):
                 one.add(part, stamp)
