@@ -366,11 +366,19 @@ class Centred(keras.layers.Layer):
         return x - 0.5 * tf.reduce_mean(everything, 0)
 
 
+class NormalisedByMask(keras.layers.BatchNormalization):
+    """Takes the statistics of the places that a mask leaves, more of them on some replicas."""
+
+    def call(self, x, training=None):
+        return super().call(x, training=training, mask=x[..., 0] > 0)
+
+
 def convolutional(synchronized, **kwargs):
     layers = [
         keras.layers.Reshape((3, 4, 1)),
         keras.layers.Conv2D(4, 2, activation="relu"),
         keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8),
+        *([NormalisedByMask(synchronized=True, momentum=0.8)] if synchronized else []),
         keras.layers.Flatten(),
         *([Centred()] if synchronized else []),
         keras.layers.Dense(4),
