@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_psplus.core.batch import masked_moments
 from keras_psplus.keras_hooks.finders import of_layer_call, of_scope, of_step
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import layers
@@ -42,6 +43,14 @@ HOOKS: tuple[Hook, ...] = (
         of_scope,
         "make_variable",
         "the servers of a table apply its regulariser and constraint, to the rows of a step",
+    ),
+    Hook(
+        layers.BatchNormalization,
+        "_moments",
+        ["self", "inputs", "mask"],
+        of_step,
+        masked_moments.moments,
+        "synchronised statistics are of all replicas also where there is a mask",
     ),
     Hook(
         distribute_lib.ReplicaContextBase,

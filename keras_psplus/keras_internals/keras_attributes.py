@@ -50,6 +50,7 @@ ATTRIBUTES = [
         "_seed_generators _trainable_variables",
     ),
     *((cls, "_kernel") for cls in (layers.Dense, layers.EinsumDense)),
+    (layers.BatchNormalization, "_reduction_axes"),
     (layers.Embedding, "_embeddings"),
     *(
         (cls, "_compute_attention _key_dense _output_dense _query_dense _value_dense")

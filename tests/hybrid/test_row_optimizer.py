@@ -79,6 +79,29 @@ def test_check_names_those_that_need_the_whole(name):
         check_elementwise(config_of(optimizer, None, None, None))
 
 
+@pytest.mark.parametrize(
+    ("constraint", "is_by_rows"),
+    [
+        (keras.constraints.MaxNorm(0.05, axis=1), True),
+        (keras.constraints.MinMaxNorm(0.1, 0.5, axis=-1), True),
+        (keras.constraints.NonNeg(), True),
+        (keras.constraints.MaxNorm(0.05), False),
+        # It does nothing to small weights.
+        (keras.constraints.MaxNorm(1000.0), False),
+        (keras.constraints.UnitNorm(), False),
+    ],
+)
+def test_check_names_constraints_of_all_rows_together(constraint, is_by_rows):
+    config = config_of(optimizers.SGD(), None, constraint, None)
+    if is_by_rows:
+        check_elementwise(config)
+        return
+    name = type(constraint).__name__
+    message = f"constraint {name} cannot be applied to single rows .* axis=1.* Received: {name}"
+    with pytest.raises(ValueError, match=message):
+        check_elementwise(config)
+
+
 def test_regularizer_and_constraint_are_those_of_the_touched_rows():
     start = np.ones((4, 2), "float32")
     weights = tf.Variable(start)

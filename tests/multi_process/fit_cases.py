@@ -367,11 +367,19 @@ class Centred(keras.layers.Layer):
         return x - 0.5 * tf.reduce_mean(everything, 0)
 
 
+class NormalisedByMask(keras.layers.BatchNormalization):
+    """Takes the statistics of the places that a mask leaves, more of them on some replicas."""
+
+    def call(self, x, training=None):
+        return super().call(x, training=training, mask=x[..., 0] > 0)
+
+
 def convolutional(synchronized, **kwargs):
     layers = [
         keras.layers.Reshape((3, 4, 1)),
         keras.layers.Conv2D(4, 2, activation="relu"),
         keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8),
+        *([NormalisedByMask(synchronized=True, momentum=0.8)] if synchronized else []),
         keras.layers.Flatten(),
         *([Centred()] if synchronized else []),
         keras.layers.Dense(4),
@@ -933,7 +941,7 @@ class Last(keras.metrics.Metric):
 
 
 class Counts(keras.metrics.Metric):
-    """A metric with several results."""
+    """A metric with several results, one of them a vector."""
 
     def __init__(self):
         super().__init__(name="counts")
@@ -943,13 +951,21 @@ class Counts(keras.metrics.Metric):
         self.rows.assign_add(tf.cast(tf.shape(y_true)[0], "float32"))
 
     def result(self):
-        return {"rows": self.rows + 0.0, "half": self.rows / 2}
+        return {"rows": self.rows + 0.0, "parts": self.rows * [0.5, 0.25]}
 
 
 @asynchronous_case
 def metrics_that_replace_or_have_several_results():
-    model = mlp(metrics=["accuracy", Last(), Counts()])
-    return trained(model, *blobs(), **numpy_defaults(validation_data=blobs(77, seed=1)))
+    model, sizes = mlp(metrics=["accuracy", Last(), Counts()]), []
+
+    def note(batch, logs):
+        sizes.append([np.size(value) for _, value in sorted(logs.items())])
+
+    options = numpy_defaults(validation_data=blobs(77, seed=1))
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=note)]
+    model, results = trained(model, *blobs(), **options, callbacks=callbacks)
+    # Those of the first batches may be of no step.
+    return model, results | {"sizes": np.asarray(sizes[-1])}
 
 
 class Meddling(keras.callbacks.Callback):

@@ -246,6 +246,21 @@ def remat():
     return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
 
 
+class Recomputing(L.Layer):
+    """A layer with a skip connection, whose inner layer and model backward calls once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.outside = keras.Sequential([L.Dense(8, activation="tanh")]), L.Dense(6)
+
+    def build(self, shape):
+        self.inside.build(shape)
+        self.outside.build((*shape[:-1], 8))
+
+    def call(self, x):
+        return x + keras.remat(lambda inputs: self.outside(self.inside(inputs)))(x)
+
+
 class Differentiating(L.Dense):
     """A layer that asks for the gradient of its own weights, of which its output is independent."""
 
@@ -271,7 +286,7 @@ class Several(keras.Model):
 
 
 def several():
-    layers = [L.Dense(6, activation="tanh"), Recomputed(6, activation="tanh")]
+    layers = [L.Dense(6, activation="tanh"), Recomputed(6, activation="tanh"), Recomputing()]
     layers += [Differentiating(6, activation="tanh"), L.Dense(3)]
     inputs = x = keras.Input((7,))
     for layer in layers:

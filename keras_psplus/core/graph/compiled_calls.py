@@ -25,7 +25,11 @@ import tensorflow as tf
 from keras_psplus.core.base.compilation_count import CompilationCount
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
 from keras_psplus.core.graph import xla_operations
-from keras_psplus.core.graph.compiled_function import CompiledFunction, why_not_given
+from keras_psplus.core.graph.compiled_function import (
+    CompiledFunction,
+    is_in_gradient,
+    why_not_given,
+)
 from keras_psplus.core.graph.model_segments import Segment, split
 from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_internals.keras_parts import tree
@@ -94,8 +98,8 @@ class CompiledCalls:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether what XLA is to compile is traced just now, by this thread."""
-        return bool(self._is_inside)
+        """Whether this thread traces just now what XLA is to compile, or its gradient."""
+        return bool(self._is_inside) or is_in_gradient()
 
     def of_this_thread(self, engine: Engine) -> AbstractContextManager[Any]:
         """Context in which this thread traces a step of a strategy's engine."""
@@ -103,7 +107,7 @@ class CompiledCalls:
 
     def takes(self, layer: keras.Layer) -> bool:
         """Whether a call of a layer is to be compiled."""
-        if self._is_inside or tf.executing_eagerly():
+        if self.is_tracing or tf.executing_eagerly():
             return False
         return isinstance(layer, keras.Model) or bool(self._is_in_layers and layer.weights)
 
@@ -181,7 +185,7 @@ class CompiledCalls:
             call: The call of `Function._run_through_graph`.
         """
         run = call.get("operation_fn") or _same
-        if self._is_inside:
+        if self.is_tracing:
             return call.proceed(operation_fn=functools.partial(self._watched, run))
 
         def kind_of(operation: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,11 +16,15 @@ from keras_psplus.keras_internals.keras_parts import (
     set_keras_mask,
     tree,
 )
+from keras_psplus.tf_internals import framework_ops
 
 _LISTED = 3
 _CALL_CONTEXT = "current_call_ctx"
 # In the place of a tensor among what the function returns.
 _TENSOR = object()
+# TensorFlow names the graph of a function's gradient so, before the function's own name.
+_BACKWARD, _NAME = "__backward_", "compiled_"
+_numbers = itertools.count()
 
 
 class CompiledFunction:
@@ -48,6 +53,7 @@ class CompiledFunction:
         self._python, self._layers, self._given = function, layers, (args, kwargs)
         self._flat = tree.flatten(self._given)
         self._places = [i for i, one in enumerate(self._flat) if tf.is_tensor(one)]
+        self._inside: Any = None
         # Found by the trace: the structure of outputs, what is no tensor there, layers by their
         # losses, and what Keras's context says behind the call, such as whether layers train.
         self._structure: Any = None
@@ -68,6 +74,11 @@ class CompiledFunction:
     def variables(self) -> list[tf.Variable]:
         """The variables that it reads or changes."""
         return list(self._graph.variables)
+
+    @property
+    def is_in_gradient(self) -> bool:
+        """Whether what is traced now is the function's gradient, or lies in it."""
+        return self._inside is not None and _is_within(f"{_BACKWARD}{self._inside.name}_")
 
     @property
     def captured(self) -> list[tf.Tensor]:
@@ -126,6 +137,9 @@ class CompiledFunction:
     def _run(
         self, tensors: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor]]:
+        self._inside = framework_ops.get_default_graph()
+        # By which the function's gradient is known.
+        self._inside.name = f"{_NAME}{next(_numbers)}"
         flat = list(self._flat)
         for i, tensor, mask in zip(self._places, tensors, masks):
             flat[i] = tensor
@@ -153,6 +167,27 @@ class CompiledFunction:
         self._leaves = [_TENSOR if tf.is_tensor(leaf) else leaf for leaf in leaves]
         added = [loss for own in found for loss in own]
         return outputs, [get_keras_mask(output) for output in outputs], added, []
+
+
+def is_in_gradient() -> bool:
+    """Whether what is traced now is, or lies in, the gradient of a compiled function.
+
+    There layers are called that backward computes once more.
+    """
+    return _is_within(_BACKWARD + _NAME)
+
+
+def graphs() -> Iterator[Any]:
+    """The graph that is being traced, and those around it."""
+    graph = framework_ops.get_default_graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+
+
+def _is_within(name: str) -> bool:
+    """Whether a graph that is being traced has a name that begins so."""
+    return any(getattr(graph, "name", "").startswith(name) for graph in graphs())
 
 
 def _context() -> dict[str, Any]:

@@ -303,13 +303,12 @@ class StepRunner:
             if self._totals is None:
                 return
             change = self._totals.add(changes, parts, count, step.overwritten)
-            names = step.notes.names
-            logs = {n: value.astype(dtype) for (n, dtype), value in zip(names, parts @ values)}
+            logs = step.notes.logs(parts @ values)
             if self._last is None or number > self._last[0]:
                 self._last = number, step, parts @ inputs, change
                 self._logs = logs
             loss = logs.get("loss")
-            if loss is not None and not np.isfinite(loss):
+            if loss is not None and not np.all(np.isfinite(loss)):
                 self._bad_loss = loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,17 +19,25 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
 
 
+class LogForm(NamedTuple):
+    """Name, NumPy dtype and shape of one log."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 class LogNotes(NamedTuple):
     """Layout of the logs in a step's result vector.
 
     Attributes:
-        names: List of pairs of a log's name and NumPy dtype.
+        forms: List of `LogForm`s.
         computed: `metric_logs.MetricLogs`: the logs that the chief computes once more.
         states: Numbers of the closure variables that are the states of metrics.
         size: How many numbers of the vector are logs, and what these are computed from.
     """
 
-    names: list[tuple[str, Any]]
+    forms: list[LogForm]
     computed: metric_logs.MetricLogs
     states: list[int]
     size: int
@@ -36,8 +45,18 @@ class LogNotes(NamedTuple):
     def split(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Splits vectors, along the last axis, into changes, logs, and inputs of logs."""
         first = vector.shape[-1] - self.size
-        changes, logs, inputs = np.split(vector, [first, first + len(self.names)], -1)
+        numbers = sum(math.prod(form.shape) for form in self.forms)
+        changes, logs, inputs = np.split(vector, [first, first + numbers], -1)
         return changes, logs, inputs
+
+    def logs(self, vector: np.ndarray) -> dict[str, Any]:
+        """Logs of a vector of their numbers, in the shapes that Keras gives them."""
+        ends = np.cumsum([math.prod(form.shape) for form in self.forms], dtype=int)
+        # `[()]` makes an array without axes a number.
+        return {
+            form.name: part.reshape(form.shape).astype(form.dtype)[()]
+            for form, part in zip(self.forms, np.split(vector, ends[:-1]))
+        }
 
 
 def changes_and_logs(
@@ -58,7 +77,7 @@ def changes_and_logs(
         ValueError: If a log of several workers is computed from a metric in a way that the chief
             cannot repeat.
     """
-    logs = _scalars(results[-1])
+    logs = _tensors(results[-1])
     states = [i for i, variable in enumerate(trace.variables) if variable.kind == "total"]
     handles = [trace.handle_of(trace.variables[i]) for i in states]
     graph = tf.compat.v1.get_default_graph()
@@ -69,11 +88,11 @@ def changes_and_logs(
         # An object that is called as a metric is, is taken for its result.
         named = metrics(list(trace.variables))
         metric_logs.refuse({n: why for n, why in computed.refused.items() if n not in named})
-    names = [(name, value.dtype.as_numpy_dtype) for name, value in logs.items()]
+    forms = [LogForm(n, one.dtype.as_numpy_dtype, tuple(one.shape)) for n, one in logs.items()]
     values = [*logs.values(), *computed.inputs]
     parts = [tf.cast(tf.reshape(value, [-1]), tf.float64) for value in values]
     size = sum(value.shape.num_elements() for value in values)
-    notes = LogNotes(names, computed, states, size)
+    notes = LogNotes(forms, computed, states, size)
     return tf.concat([trace.changes(), *parts], 0), (), notes
 
 
@@ -99,9 +118,10 @@ def _can_read(read: metric_logs.Read) -> bool:
     return read.is_first or read.is_last
 
 
-def _scalars(logs: Mapping[str, Any] | None) -> dict[str, tf.Tensor]:
+def _tensors(logs: Mapping[str, Any] | None) -> dict[str, tf.Tensor]:
     values = {name: tf.convert_to_tensor(value) for name, value in _flat(logs or {}).items()}
-    return {n: tf.reduce_mean(v) if v.shape.rank != 0 else v for n, v in values.items()}
+    # Of one number for each row, another worker has another number of them.
+    return {n: v if v.shape.is_fully_defined() else tf.reduce_mean(v) for n, v in values.items()}
 
 
 class ComputedLogs:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_function import CompiledFunction, graphs
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.tf_internals import (
     control_flow_func_graphs,
@@ -27,7 +26,6 @@ _CONTROL_FLOW = (
 
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
-_numbers = itertools.count()
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
 _KEEP_VALUES = "Cast", "Identity", "Reshape"
 
@@ -97,7 +95,6 @@ class UnitFunction(CompiledFunction):
 
     def __init__(self, traces: list[UnitFunction], *args: Any) -> None:
         self.operation: tf.Operation | None = None
-        self._inside: Any = None
         self.refused: str | None = None
         # Weights that it reads, and what was gathered of them.
         self._read: dict[int, tuple[WeightShare, tf.Tensor]] = {}
@@ -110,12 +107,6 @@ class UnitFunction(CompiledFunction):
         self._derived = Derived(self.captures[id(whole)] for whole in wholes)
         self._derived.note(self._graph.get_operations())
 
-    def _run(self, *args: Any) -> Any:
-        self._inside = framework_ops.get_default_graph()
-        # By which the function's gradient is known.
-        self._inside.name = f"unit_{next(_numbers)}"
-        return super()._run(*args)
-
     @property
     def is_here(self) -> bool:
         """Whether operations that are made now are the function's own, and no inner function's."""
@@ -124,15 +115,7 @@ class UnitFunction(CompiledFunction):
     @property
     def holds(self) -> bool:
         """Whether what is traced now is the function, or lies in it."""
-        return any(graph is self._inside for graph in _graphs())
-
-    @property
-    def is_in_gradient(self) -> bool:
-        """Whether what is traced now is the function's gradient, or lies in it."""
-        if self._inside is None:
-            return False
-        begin = f"__backward_{self._inside.name}_"
-        return any(getattr(graph, "name", "").startswith(begin) for graph in _graphs())
+        return any(graph is self._inside for graph in graphs())
 
     def whole_of(self, weight: WeightShare) -> tf.Tensor | None:
         """The whole of a weight that it computes with, or None."""
@@ -201,11 +184,3 @@ def reaches(home: tf.Graph) -> bool:
             return False
         graph = graph.outer_graph
     return True
-
-
-def _graphs() -> Iterator[Any]:
-    """The graph that is being traced, and those around it."""
-    graph = framework_ops.get_default_graph()
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)

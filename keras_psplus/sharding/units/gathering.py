@@ -87,8 +87,8 @@ class Units:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a unit is being called."""
-        return self._call is not None
+        """Whether a unit is being called, or called once more for its compiled gradient."""
+        return self._call is not None or self._of_gradient() is not None
 
     def read(self, weight: WeightShare) -> tf.Tensor:
         """The whole of a weight: what its unit has gathered, or gathered now."""
@@ -116,12 +116,17 @@ class Units:
             found = self._backwards[-1].of_weight.get(id(weight))
         if found is not None and reaches(found.graph):
             return found
-        calls = [call for group in self._groups.get(current_step(), ()) for call in group.calls]
-        pairs = ((call, one) for call in calls for one in call.traces if one.is_in_gradient)
-        of_gradient = next(pairs, None)
+        of_gradient = self._of_gradient()
         if of_gradient is not None:
             return self._found_for_gradient(weight, *of_gradient)
         return self._gather_to_compute([weight], ())[0]
+
+    def _of_gradient(self) -> tuple[UnitCall, UnitFunction] | None:
+        """The call and the compiled function whose gradient is being traced, or None."""
+        step = current_step()
+        calls = [c for group in self._groups.get(step, ()) for c in group.calls] if step else []
+        pairs = ((call, one) for call in calls for one in call.traces if one.is_in_gradient)
+        return next(pairs, None)
 
     def _found_for_gradient(
         self, weight: WeightShare, call: UnitCall, function: UnitFunction
@@ -293,12 +298,9 @@ class Units:
         size = [one.place.parts.number * one.place.parts.width * one.dtype.size for one in weights]
         compressors = [compressor_of(self._compressor, one) for one in weights]
         with record.stop_recording(), tf.control_dependencies(reasons):
-            kinds, numbers = (
-                [(w.dtype, id(c)) for w, c in zip(weights, compressors)],
-                range(len(size)),
-            )
+            kinds = [(w.dtype, id(c)) for w, c in zip(weights, compressors)]
             of_number = kinds.__getitem__, size.__getitem__
-            for _, bucket in gradients.buckets(numbers, *of_number, self._bucket_bytes):
+            for _, bucket in gradients.buckets(range(len(size)), *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.parts for i in bucket]
                 row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
                 rows = self._gather_row(row, compressors[bucket[0]])

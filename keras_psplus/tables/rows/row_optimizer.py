@@ -15,6 +15,8 @@ import tensorflow as tf
 from keras_psplus.tables.rows.chunks import ChunkedRows
 
 _CHECK_ROWS, _CHECK_DIM = 3, 4
+# Constraints may let small values be, or large ones.
+_CHECK_SCALES = tuple(10.0**i for i in range(-6, 7, 2))
 
 
 class RowVariable:
@@ -236,11 +238,12 @@ def config_of(
 
 
 def check_elementwise(config: dict[str, Any]) -> None:
-    """Checks that an optimizer computes each row by itself.
+    """Checks that an optimizer, and a table's constraint, compute each row by itself.
 
     Raises:
-        ValueError: If it does not, as those whose step depends on a norm or on factors.
+        ValueError: If they do not, as those whose step depends on a norm or on factors.
     """
+    _check_constraint(config["constraint"])
     random = np.random.RandomState(0)
     start = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
     gradient = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
@@ -265,6 +268,31 @@ def check_elementwise(config: dict[str, Any]) -> None:
     at_once, one_by_one = results
     if not np.allclose(at_once, one_by_one, rtol=1e-4, atol=1e-6):
         raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
+
+
+def _check_constraint(config: Mapping[str, Any] | None) -> None:
+    if config is None:
+        return
+    why = "what it makes of a row depends on the other rows"
+    try:
+        constraint = keras.constraints.get(config)
+        for scale in _CHECK_SCALES:
+            values = np.random.RandomState(0).standard_normal((_CHECK_ROWS, _CHECK_DIM)) * scale
+            rows = tf.constant(values, tf.float32)
+            one_by_one = tf.concat([constraint(row[tf.newaxis]) for row in rows], 0)
+            if not np.allclose(constraint(rows), one_by_one, rtol=1e-4, atol=1e-6 * scale):
+                break
+        else:
+            return
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    name, given = config["class_name"], config["config"]
+    raise ValueError(
+        f"The constraint {name} cannot be applied to single rows of a table ({why}). Use one that "
+        "takes each row by itself, such as `keras.constraints.MaxNorm(2.0, axis=1)`, where 0 is "
+        "the default, or NonNeg (an own class needs `@keras.saving.register_keras_serializable()`)"
+        f', or keep the table on the workers (`placement="mirrored"`). Received: {name}({given})'
+    )
 
 
 def _refusal(config: Mapping[str, Any], why: str) -> str:
