@@ -90,8 +90,9 @@ class ModelParallelEngine(ShardedEngine):
             axis = self.strategy.layouts.axis_of(variable.path, variable._shape)
         if axis is None:
             return super()._initialize(call)
-        extended, read = self.strategy.extended, self.layer_calls.read
-        extended.share(variable, value, lambda: CutWeight(extended.store, read, variable, axis))
+        extended = self.strategy.extended
+        ways = self.layer_calls.read, extended.group.split
+        extended.share(variable, value, lambda: CutWeight(extended.store, *ways, variable, axis))
         return None
 
     @answers("add_slot")

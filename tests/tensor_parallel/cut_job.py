@@ -165,7 +165,10 @@ def gathered_shapes():
 
 
 class OwnStep(keras.Model):
-    """A model whose step clips by the norm of all gradients, and has a weight of its own."""
+    """A model whose step clips by the norm of all gradients, and has a weight of its own.
+
+    Its loss has slopes in it, of outputs by inputs and by a weight, in forward mode.
+    """
 
     def __init__(self):
         super().__init__()
@@ -179,9 +182,12 @@ class OwnStep(keras.Model):
 
     def train_step(self, data):
         x, y = data
+        weight = self.first.kernel
         with tf.GradientTape() as tape:
-            outputs = self(x, training=True)
-            loss = self.compute_loss(x, y, outputs)
+            at, along = [x, weight._value], [tf.ones_like(x), tf.ones(weight.shape)]
+            with tf.autodiff.ForwardAccumulator(at, along) as slopes:
+                outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs) + tf.reduce_mean(slopes.jvp(outputs) ** 2)
         grads = tape.gradient(loss, self.trainable_variables)
         grads, norm = tf.clip_by_global_norm(grads, 0.1)
         self.norm.update_state(norm)
