@@ -180,15 +180,22 @@ def _linear(
         again: The function with its gradient, for what a `tf.autodiff.ForwardAccumulator` asks.
         tensor: What it is computed of.
     """
+
+    def gradient(grad: Any) -> tf.Tensor:
+        # Of rows, as lookups have them, or without the shape that some operations forget.
+        grad = tf.convert_to_tensor(grad)
+        grad.set_shape(result.shape)
+        return backward(grad)
+
     # Of an operation whose gradient is replaced, TensorFlow's forward mode would still compute the
     # derivative of the operation: it is told here. Functions within the step go by operations.
     with record.stop_recording():
-        result: tf.Tensor = tf.custom_gradient(lambda x: (forward(x), backward))(tensor)
+        result: tf.Tensor = tf.custom_gradient(lambda x: (forward(x), gradient))(tensor)
     record.record_operation(
         "OfModelGroup",
         [result],
         [tensor],
-        backward_function=lambda grad: [backward(grad)],
+        backward_function=lambda grad: [gradient(grad)],
         forward_function=lambda tangent: [again(tangent)],
     )
     return result

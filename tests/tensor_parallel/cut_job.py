@@ -39,6 +39,8 @@ LAYOUTS = {
     r".*conv/kernel": (None, None, "model"),
     r".*lstm/lstm_cell/.*kernel": COLUMN,
     r"own_step.*/scales": COLUMN,
+    r".*rows/own": COLUMN,
+    r".*lora_kernel_(a|b)": COLUMN,
     # KerasHub's own layers.
     r"token_embedding/embeddings": ROW,
     r".*feedforward_intermediate_dense/kernel": COLUMN,
@@ -201,6 +203,41 @@ def own_step():
     return model, x
 
 
+class Rows(L.Layer):
+    """Looks up tokens in a layer's table, and as many as each row has in one of its own."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.table = L.Embedding(12, 8, name="tokens")
+
+    def build(self, shape):
+        self.table.build(shape)
+        self.own = self.add_weight(name="own", shape=(12, 8))
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 8)
+
+    def call(self, x):
+        of_layer = tf.reduce_sum(self.table(x), axis=1)
+        own = tf.convert_to_tensor(self.own)
+        return of_layer + tf.nn.embedding_lookup_sparse(own, tf.sparse.from_dense(x), None)
+
+
+def odd():
+    """Rare uses of weights: rows of gathered ones, LoRA."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = L.Reshape((4, 2))(Rows()(inputs))
+    x = L.Conv1D(8, 3, padding="same", activation="tanh", name="conv")(x)
+    layers = [L.EinsumDense("abc,cd->abd", (None, 8), name="folded_up")]
+    layers += [L.Dense(8, "tanh", name="hidden_up")]
+    for layer in layers:
+        x = layer(x)
+        layer.enable_lora(2)
+    return keras.Model(
+        inputs, L.Dense(3, name="head_down")(L.GlobalAveragePooling1D()(x))
+    ), tokens()
+
+
 def gpt2():
     import keras_hub
 
@@ -256,6 +293,7 @@ MODELS = {
     "mixed": mixed,
     "grouped": grouped,
     "own_step": own_step,
+    "odd": odd,
     "gpt2": gpt2,
     "bert": bert,
     "bfloat16": mixed_precision,
