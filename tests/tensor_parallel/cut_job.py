@@ -204,7 +204,7 @@ def own_step():
 
 
 class Rows(L.Layer):
-    """Looks up tokens in a layer's table, and as many as each row has in one of its own."""
+    """Looks up as many tokens as each row has, in a layer's table and in one of its own."""
 
     def __init__(self):
         super().__init__(name="rows")
@@ -218,13 +218,14 @@ class Rows(L.Layer):
         return (shape[0], 8)
 
     def call(self, x):
-        of_layer = tf.reduce_sum(self.table(x), axis=1)
+        ragged = tf.RaggedTensor.from_tensor(x, padding=0)
+        of_layer = tf.reduce_sum(self.table(ragged), axis=1)
         own = tf.convert_to_tensor(self.own)
         return of_layer + tf.nn.embedding_lookup_sparse(own, tf.sparse.from_dense(x), None)
 
 
 def odd():
-    """Rare uses of weights: rows of gathered ones, LoRA."""
+    """Rare uses of weights: ragged rows, LoRA."""
     inputs = keras.Input((6,), dtype="int32")
     x = L.Reshape((4, 2))(Rows()(inputs))
     x = L.Conv1D(8, 3, padding="same", activation="tanh", name="conv")(x)
