@@ -18,6 +18,7 @@ from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
 from keras_psplus.tensor_parallel.rules import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
+from keras_psplus.tf_internals import resource_variable_ops
 
 # Layers that call inner ones in loops of the graph, before which all of their weights are gathered.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
@@ -44,6 +45,8 @@ class LayerCalls:
 
     def read(self, weight: CutWeight) -> tf.Tensor:
         """The whole of a weight: as its layer has gathered it, or gathered now."""
+        # What `keras.remat` wraps asks which variables it reads, also those gathered before.
+        resource_variable_ops.variable_accessed(weight)
         found = self._wholes.get(id(weight))
         return self._gather(weight) if found is None or not reaches(found.graph) else found
 

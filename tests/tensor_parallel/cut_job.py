@@ -39,7 +39,7 @@ LAYOUTS = {
     r".*conv/kernel": (None, None, "model"),
     r".*lstm/lstm_cell/.*kernel": COLUMN,
     r"own_step.*/scales": COLUMN,
-    r".*rows/own": COLUMN,
+    r".*(recomputed|rows)/own": COLUMN,
     r".*lora_kernel_(a|b)": COLUMN,
     # KerasHub's own layers.
     r"token_embedding/embeddings": ROW,
@@ -224,10 +224,26 @@ class Rows(L.Layer):
         return of_layer + tf.nn.embedding_lookup_sparse(own, tf.sparse.from_dense(x), None)
 
 
+class Recomputed(L.Layer):
+    """Has backward compute cut layers, and what a weight of its own is for, once more."""
+
+    def __init__(self):
+        super().__init__(name="recomputed")
+        self.first, self.second = L.Dense(8, "tanh", name="in_up"), L.Dense(8, name="out_down")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+        self.own = self.add_weight(name="own", shape=(8, 8))
+
+    def call(self, x):
+        return x + keras.remat(lambda x: self.second(self.first(x)) @ self.own)(x)
+
+
 def odd():
-    """Rare uses of weights: ragged rows, LoRA."""
+    """Rare uses of weights: ragged rows, remat, LoRA."""
     inputs = keras.Input((6,), dtype="int32")
-    x = L.Reshape((4, 2))(Rows()(inputs))
+    x = L.Reshape((4, 2))(Recomputed()(Rows()(inputs)))
     x = L.Conv1D(8, 3, padding="same", activation="tanh", name="conv")(x)
     layers = [L.EinsumDense("abc,cd->abd", (None, 8), name="folded_up")]
     layers += [L.Dense(8, "tanh", name="hidden_up")]
