@@ -240,18 +240,26 @@ class Recomputed(L.Layer):
         return x + keras.remat(lambda x: self.second(self.first(x)) @ self.own)(x)
 
 
+class Compiled(L.Dense):
+    """A layer that has XLA compile its call."""
+
+    @tf.function(jit_compile=True)
+    def call(self, x):
+        return super().call(x)
+
+
 def odd():
-    """Rare uses of weights: ragged rows, remat, LoRA."""
+    """Rare uses of weights: ragged rows, functions for XLA, remat, LoRA."""
     inputs = keras.Input((6,), dtype="int32")
     x = L.Reshape((4, 2))(Recomputed()(Rows()(inputs)))
-    x = L.Conv1D(8, 3, padding="same", activation="tanh", name="conv")(x)
+    x = L.Conv1D(8, 3, groups=2, padding="same", activation="tanh", name="conv")(x)
     layers = [L.EinsumDense("abc,cd->abd", (None, 8), name="folded_up")]
     layers += [L.Dense(8, "tanh", name="hidden_up")]
     for layer in layers:
         x = layer(x)
         layer.enable_lora(2)
     return keras.Model(
-        inputs, L.Dense(3, name="head_down")(L.GlobalAveragePooling1D()(x))
+        inputs, Compiled(3, name="head_down")(L.GlobalAveragePooling1D()(x))
     ), tokens()
 
 

@@ -19,7 +19,7 @@ from keras_psplus.tf_internals import (
 if TYPE_CHECKING:
     from keras_psplus.sharding.weight import WeightShare
 
-_CONTROL_FLOW = (
+CONTROL_FLOW = (
     control_flow_func_graphs.CondBranchFuncGraph,
     control_flow_func_graphs.WhileBodyFuncGraph,
     control_flow_func_graphs.WhileCondFuncGraph,
@@ -28,6 +28,8 @@ _CONTROL_FLOW = (
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
 _numbers = itertools.count()
+# Of names of units' functions.
+UNIT = "unit_"
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
 _KEEP_VALUES = "Cast", "Identity", "Reshape"
 
@@ -113,7 +115,7 @@ class UnitFunction(CompiledFunction):
     def _run(self, *args: Any) -> Any:
         self._inside = framework_ops.get_default_graph()
         # By which the function's gradient is known.
-        self._inside.name = f"unit_{next(_numbers)}"
+        self._inside.name = f"{UNIT}{next(_numbers)}"
         return super()._run(*args)
 
     @property
@@ -124,15 +126,15 @@ class UnitFunction(CompiledFunction):
     @property
     def holds(self) -> bool:
         """Whether what is traced now is the function, or lies in it."""
-        return any(graph is self._inside for graph in _graphs())
+        return any(graph is self._inside for graph in graphs_here())
 
     @property
     def is_in_gradient(self) -> bool:
         """Whether what is traced now is the function's gradient, or lies in it."""
         if self._inside is None:
             return False
-        begin = f"__backward_{self._inside.name}_"
-        return any(getattr(graph, "name", "").startswith(begin) for graph in _graphs())
+        begin = gradients_of(self._inside.name + "_")
+        return any(getattr(graph, "name", "").startswith(begin) for graph in graphs_here())
 
     def whole_of(self, weight: WeightShare) -> tf.Tensor | None:
         """The whole of a weight that it computes with, or None."""
@@ -197,13 +199,18 @@ def reaches(home: tf.Graph) -> bool:
     """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:
-        if not isinstance(graph, _CONTROL_FLOW):
+        if not isinstance(graph, CONTROL_FLOW):
             return False
         graph = graph.outer_graph
     return True
 
 
-def _graphs() -> Iterator[Any]:
+def gradients_of(name: str) -> str:
+    """Beginning of the names of functions that compute gradients of one whose name begins so."""
+    return f"__backward_{name}"
+
+
+def graphs_here() -> Iterator[Any]:
     """The graph that is being traced, and those around it."""
     graph = framework_ops.get_default_graph()
     while graph is not None:
