@@ -25,11 +25,14 @@ class PartOfWeight(ShareVariable):
     Args:
         place: `places.Place` of its parts.
         variable: The Keras variable whose value this is.
+
+    Attributes:
+        given_to: Names of functions for XLA that are given the whole of it.
     """
 
     def __init__(self, store: ShareStore, place: Place, variable: keras.Variable) -> None:
         dtype = tf.as_dtype(variable._dtype)
-        self.path = variable.path
+        self.path, self.given_to = variable.path, set[str]()
         super().__init__(
             store,
             tuple(variable._shape),

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
-from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
@@ -90,8 +89,9 @@ class ModelParallelEngine(ShardedEngine):
             axis = self.strategy.layouts.axis_of(variable.path, variable._shape)
         if axis is None:
             return super()._initialize(call)
-        extended, read = self.strategy.extended, self.layer_calls.read
-        extended.share(variable, value, lambda: CutWeight(extended.store, read, variable, axis))
+        extended = self.strategy.extended
+        ways = self.layer_calls.read, extended.group.split
+        extended.share(variable, value, lambda: CutWeight(extended.store, *ways, variable, axis))
         return None
 
     @answers("add_slot")
@@ -130,9 +130,11 @@ class ModelParallelEngine(ShardedEngine):
         return tf.equal(self._sum_over_parts([bad])[0], 0.0)
 
     def gradient(self, call: Call) -> Any:
-        if current_step() is None or not losses.is_by_variables(call):
-            return super().gradient(call)
         sources = call.get("sources")
+        # Also those of a chain rule, as in `keras.remat`, which reads whole weights.
+        is_of_cut = any(cut_of(one) is not None for one in tf.nest.flatten(sources))
+        if current_step() is None or not is_of_cut:
+            return super().gradient(call)
 
         def of_wholes(*args: Any, **kwargs: Any) -> Any:
             found = tf.nest.flatten(call.original(*args, **kwargs))

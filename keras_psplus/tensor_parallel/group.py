@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.log import logger
 from keras_psplus.tensor_parallel.late_gathers import LateGathers, LocalPart
-from keras_psplus.tf_internals import framework_ops
+from keras_psplus.tf_internals import framework_ops, record
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -50,11 +50,11 @@ class ModelGroup:
 
     def enter(self, whole: tf.Tensor) -> tf.Tensor:
         """A whole tensor that each worker uses for its part: gradients are summed."""
-        return _with_gradient(tf.identity, self.sum, whole)
+        return _linear(tf.identity, self.sum, self.enter, whole)
 
     def sum(self, partial: tf.Tensor) -> tf.Tensor:
         """The whole tensor of which each worker has a summand."""
-        return _with_gradient(self.reduce, self.enter, partial)
+        return _linear(self.reduce, self.enter, self.sum, partial)
 
     def stack(self, local: tf.Tensor, axis: int) -> tf.Tensor:
         """The whole tensor of the workers' parts, which remembers this worker's part.
@@ -69,7 +69,8 @@ class ModelGroup:
             made.append(tf.identity(_zeros_of_whole(x, axis, self.size)))
             return made[0]
 
-        whole = _with_gradient(stand_in, lambda grad: self.split(grad, axis), local)
+        split, stack = (lambda grad: self.split(grad, axis)), (lambda x: self.stack(x, axis))
+        whole = _linear(stand_in, split, stack, local)
         whole._local_part = LocalPart(local, axis)
         self._late_gathers().add(whole, made[0].op, whole._local_part)
         return whole
@@ -103,15 +104,13 @@ class ModelGroup:
     def split(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
         """This worker's part of a whole tensor."""
         axis %= whole.shape.rank
-        return _with_gradient(
-            lambda x: self.own(x, axis), lambda grad: self.stack(grad, axis), whole
-        )
+        own, stack = (lambda x: self.own(x, axis)), (lambda grad: self.stack(grad, axis))
+        return _linear(own, stack, lambda x: self.split(x, axis), whole)
 
     def collect(self, local: tf.Tensor, axis: int) -> tf.Tensor:
         """The whole tensor of the workers' parts, gathered here and now."""
-        return _with_gradient(
-            lambda x: self.gather(x, axis), lambda grad: self.split(grad, axis), local
-        )
+        gather, split = (lambda x: self.gather(x, axis)), (lambda grad: self.split(grad, axis))
+        return _linear(gather, split, lambda x: self.collect(x, axis), local)
 
     def own_indices(self, indices: tf.Tensor, width: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Indices of a whole axis as those of this worker's part.
@@ -167,8 +166,36 @@ def _zeros_of_whole(local: tf.Tensor, axis: int, size: int) -> tf.Tensor:
     return tf.ensure_shape(tf.zeros(shape, local.dtype), static)
 
 
-def _with_gradient(
-    forward: Callable[[Any], tf.Tensor], backward: Callable[[Any], tf.Tensor], tensor: tf.Tensor
+def _linear(
+    forward: Callable[[Any], tf.Tensor],
+    backward: Callable[[Any], tf.Tensor],
+    again: Callable[[Any], tf.Tensor],
+    tensor: tf.Tensor,
 ) -> tf.Tensor:
-    result: tf.Tensor = tf.custom_gradient(lambda x: (forward(x), backward))(tensor)
+    """The value of a linear function, with its gradient.
+
+    Args:
+        forward: The function.
+        backward: Function of the value's gradient that returns the tensor's.
+        again: The function with its gradient, for what a `tf.autodiff.ForwardAccumulator` asks.
+        tensor: What it is computed of.
+    """
+
+    def gradient(grad: Any) -> tf.Tensor:
+        # Of rows, as lookups have them, or without the shape that some operations forget.
+        grad = tf.convert_to_tensor(grad)
+        grad.set_shape(result.shape)
+        return backward(grad)
+
+    # Of an operation whose gradient is replaced, TensorFlow's forward mode would still compute the
+    # derivative of the operation: it is told here. Functions within the step go by operations.
+    with record.stop_recording():
+        result: tf.Tensor = tf.custom_gradient(lambda x: (forward(x), gradient))(tensor)
+    record.record_operation(
+        "OfModelGroup",
+        [result],
+        [tensor],
+        backward_function=lambda grad: [gradient(grad)],
+        forward_function=lambda tangent: [again(tangent)],
+    )
     return result

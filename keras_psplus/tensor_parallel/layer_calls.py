@@ -10,14 +10,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.units.functions import reaches
+from keras_psplus.sharding.units.xla_reads import function_here, given_by_calls
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
 from keras_psplus.tensor_parallel.rules import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
+from keras_psplus.tf_internals import resource_variable_ops
 
 # Layers that call inner ones in loops of the graph, before which all of their weights are gathered.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
@@ -44,6 +47,13 @@ class LayerCalls:
 
     def read(self, weight: CutWeight) -> tf.Tensor:
         """The whole of a weight: as its layer has gathered it, or gathered now."""
+        # What `keras.remat` wraps asks which variables it reads, also those gathered before.
+        resource_variable_ops.variable_accessed(weight)
+        given = given_by_calls(weight)
+        if given is not None:
+            # For a tape of the function's own, the gradient is whole.
+            record_read(weight, given)
+            return given
         found = self._wholes.get(id(weight))
         return self._gather(weight) if found is None or not reaches(found.graph) else found
 
@@ -59,6 +69,9 @@ class LayerCalls:
         """
         layer = call.owner
         if tf.executing_eagerly() or self.regions.are_whole:
+            return proceed(call)
+        if not self.regions.are_local and function_here() is not None:
+            # XLA compiles what calls it: rules would talk to other workers there.
             return proceed(call)
         rule = contractions.rule_for(layer, self._group, self.regions)
         rule = rule or embeddings.rule_for(layer, self._group, self.regions)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.sharding.places import AxisCut, Place
 from keras_psplus.sharding.weight import PartOfWeight
-from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.tf_internals import record, resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
@@ -23,6 +23,7 @@ class CutWeight(PartOfWeight):
 
     Args:
         read: Function of a weight that returns the whole of it, in the graph of a step.
+        split: Function of a whole tensor and an axis that returns this worker's part.
         variable: The Keras variable whose value this is.
     """
 
@@ -30,11 +31,12 @@ class CutWeight(PartOfWeight):
         self,
         store: ShareStore,
         read: Callable[[Any], tf.Tensor],
+        split: Callable[[tf.Tensor, int], tf.Tensor],
         variable: keras.Variable,
         axis: int,
     ) -> None:
         self.cut = AxisCut(tf.TensorShape(variable._shape), axis, store.workers)
-        self._read = read
+        self._read, self._split = read, split
         super().__init__(store, Place(self.cut), variable)
 
     @property
@@ -45,7 +47,17 @@ class CutWeight(PartOfWeight):
     def local(self) -> tf.Tensor:
         """This worker's part, with its gradient."""
         resource_variable_ops.variable_accessed(self)
-        return self.part.value()
+        with record.stop_recording():
+            part = self.part.value()
+        record.record_operation(
+            "ReadVariableOp",
+            [part],
+            # As the graph captures it, which is what a `tf.autodiff.ForwardAccumulator` watches.
+            [tf.convert_to_tensor(self.handle)],
+            backward_function=lambda grad: [grad],
+            forward_function=lambda tangent: [self._split(tangent, self.cut.axis)],
+        )
+        return part
 
     def local_rows(self, indices: tf.Tensor) -> tf.Tensor:
         """Rows of this worker's part, whose gradient is of these rows."""

@@ -18,7 +18,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 def main(words):
     # A process joins its cluster once.
-    psp.strategy = functools.cache(psp.strategy)
+    psp.strategy_from_env = functools.cache(psp.strategy_from_env)
     for is_end, part in itertools.groupby(words, "--".__eq__):
         if not is_end:
             name, *arguments = part

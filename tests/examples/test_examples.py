@@ -123,7 +123,7 @@ def test_transformer_in_stages_equals_one_process(environment):
 def test_transformer_in_parts_equals_one_process(environment):
     small = ("--epochs=1", "--blocks=1", "--train_size=64", "--write=0")
     expected = values("transformer", alone("transformer.py", *small))
-    output = together("transformer.py", *small, number=1)
+    output = together("transformer.py", *small, number=2)
     found = values("transformer", output)
     assert "over 1 x 2 workers: 11 of" in output
     del expected["seconds"], found["seconds"]

@@ -84,7 +84,9 @@ def encoder():
 
 def convolutional():
     inputs = keras.Input((6, 6, 2))
-    x = L.Conv2D(5, 3, activation="tanh", kernel_regularizer="l2")(inputs)
+    # Of groups, which Keras has XLA compute on CPUs.
+    x = L.Conv2D(4, 2, groups=2)(inputs)
+    x = L.Conv2D(5, 3, activation="tanh", kernel_regularizer="l2")(x)
     x = L.BatchNormalization(synchronized=True)(x)
     x = L.SeparableConv2D(3, 2, bias_constraint=keras.constraints.MaxNorm(0.01))(x)
     x = L.GroupNormalization(3)(x)
@@ -125,6 +127,14 @@ class Traced(L.Dense):
     """A layer that computes in a function of its own, which all graphs call."""
 
     @tf.function
+    def call(self, x):
+        return super().call(x)
+
+
+class Compiled(L.Dense):
+    """A layer that has XLA compile its call."""
+
+    @tf.function(jit_compile=True)
     def call(self, x):
         return super().call(x)
 
@@ -287,7 +297,7 @@ class Several(keras.Model):
 
 def several():
     layers = [L.Dense(6, activation="tanh"), Recomputed(6, activation="tanh"), Recomputing()]
-    layers += [Differentiating(6, activation="tanh"), L.Dense(3)]
+    layers += [Differentiating(6, activation="tanh"), Compiled(5, activation="tanh"), L.Dense(3)]
     inputs = x = keras.Input((7,))
     for layer in layers:
         x = layer(x)

@@ -39,6 +39,8 @@ LAYOUTS = {
     r".*conv/kernel": (None, None, "model"),
     r".*lstm/lstm_cell/.*kernel": COLUMN,
     r"own_step.*/scales": COLUMN,
+    r".*(recomputed|rows)/own": COLUMN,
+    r".*lora_kernel_(a|b)": COLUMN,
     # KerasHub's own layers.
     r"token_embedding/embeddings": ROW,
     r".*feedforward_intermediate_dense/kernel": COLUMN,
@@ -165,7 +167,10 @@ def gathered_shapes():
 
 
 class OwnStep(keras.Model):
-    """A model whose step clips by the norm of all gradients, and has a weight of its own."""
+    """A model whose step clips by the norm of all gradients, and has a weight of its own.
+
+    Its loss has slopes in it, of outputs by inputs and by a weight, in forward mode.
+    """
 
     def __init__(self):
         super().__init__()
@@ -179,9 +184,12 @@ class OwnStep(keras.Model):
 
     def train_step(self, data):
         x, y = data
+        weight = self.first.kernel
         with tf.GradientTape() as tape:
-            outputs = self(x, training=True)
-            loss = self.compute_loss(x, y, outputs)
+            at, along = [x, weight._value], [tf.ones_like(x), tf.ones(weight.shape)]
+            with tf.autodiff.ForwardAccumulator(at, along) as slopes:
+                outputs = self(x, training=True)
+            loss = self.compute_loss(x, y, outputs) + tf.reduce_mean(slopes.jvp(outputs) ** 2)
         grads = tape.gradient(loss, self.trainable_variables)
         grads, norm = tf.clip_by_global_norm(grads, 0.1)
         self.norm.update_state(norm)
@@ -193,6 +201,66 @@ def own_step():
     model, x = OwnStep(), np.random.RandomState(1).randn(ROWS - 3, 7).astype("float32")
     model(x[:1])
     return model, x
+
+
+class Rows(L.Layer):
+    """Looks up as many tokens as each row has, in a layer's table and in one of its own."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.table = L.Embedding(12, 8, name="tokens")
+
+    def build(self, shape):
+        self.table.build(shape)
+        self.own = self.add_weight(name="own", shape=(12, 8))
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 8)
+
+    def call(self, x):
+        ragged = tf.RaggedTensor.from_tensor(x, padding=0)
+        of_layer = tf.reduce_sum(self.table(ragged), axis=1)
+        own = tf.convert_to_tensor(self.own)
+        return of_layer + tf.nn.embedding_lookup_sparse(own, tf.sparse.from_dense(x), None)
+
+
+class Recomputed(L.Layer):
+    """Has backward compute cut layers, and what a weight of its own is for, once more."""
+
+    def __init__(self):
+        super().__init__(name="recomputed")
+        self.first, self.second = L.Dense(8, "tanh", name="in_up"), L.Dense(8, name="out_down")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build(shape)
+        self.own = self.add_weight(name="own", shape=(8, 8))
+
+    def call(self, x):
+        return x + keras.remat(lambda x: self.second(self.first(x)) @ self.own)(x)
+
+
+class Compiled(L.Dense):
+    """A layer that has XLA compile its call."""
+
+    @tf.function(jit_compile=True)
+    def call(self, x):
+        return super().call(x)
+
+
+def odd():
+    """Rare uses of weights: ragged rows, functions for XLA, remat, LoRA."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = L.Reshape((4, 2))(Recomputed()(Rows()(inputs)))
+    x = L.Conv1D(8, 3, groups=2, padding="same", activation="tanh", name="conv")(x)
+    layers = [L.EinsumDense("abc,cd->abd", (None, 8), name="folded_up")]
+    layers += [L.Dense(8, "tanh", name="hidden_up")]
+    for layer in layers:
+        x = layer(x)
+        layer.enable_lora(2)
+    return keras.Model(
+        inputs, Compiled(3, name="head_down")(L.GlobalAveragePooling1D()(x))
+    ), tokens()
 
 
 def gpt2():
@@ -250,6 +318,7 @@ MODELS = {
     "mixed": mixed,
     "grouped": grouped,
     "own_step": own_step,
+    "odd": odd,
     "gpt2": gpt2,
     "bert": bert,
     "bfloat16": mixed_precision,

@@ -16,7 +16,7 @@ JOB = cut_job.__file__
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
 CASES = ["mlp/adamw", "mixed", "own_step", "grouped/sgd", "gpt2/sgd", "mlp/accumulate", "mlp/lamb"]
-CASES += ["vocabulary"]
+CASES += ["vocabulary", "odd/sgd"]
 SQUARE = ["mlp/adamw", "own_step", "mlp/accumulate", "vocabulary"]
 
 

@@ -22,8 +22,8 @@ _LISTED = 3
 _CALL_CONTEXT = "current_call_ctx"
 # In the place of a tensor among what the function returns.
 _TENSOR = object()
-# TensorFlow names the graph of a function's gradient so, before the function's own name.
-_BACKWARD, _NAME = "__backward_", "compiled_"
+# Beginning of the names of compiled functions' graphs.
+_NAME = "compiled_"
 _numbers = itertools.count()
 
 
@@ -40,8 +40,11 @@ class CompiledFunction:
         kwargs: Its keyword arguments.
 
     Attributes:
+        kind: Beginning of its graph's name, by which its gradient is known.
         losses: List of the losses that layers have added in the last call.
     """
+
+    kind = _NAME
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class CompiledFunction:
     @property
     def is_in_gradient(self) -> bool:
         """Whether what is traced now is the function's gradient, or lies in it."""
-        return self._inside is not None and _is_within(f"{_BACKWARD}{self._inside.name}_")
+        return self._inside is not None and is_in_gradient_of(f"{self._inside.name}_")
 
     @property
     def captured(self) -> list[tf.Tensor]:
@@ -138,8 +141,7 @@ class CompiledFunction:
         self, tensors: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor]]:
         self._inside = framework_ops.get_default_graph()
-        # By which the function's gradient is known.
-        self._inside.name = f"{_NAME}{next(_numbers)}"
+        self._inside.name = f"{self.kind}{next(_numbers)}"
         flat = list(self._flat)
         for i, tensor, mask in zip(self._places, tensors, masks):
             flat[i] = tensor
@@ -174,7 +176,7 @@ def is_in_gradient() -> bool:
 
     There layers are called that backward computes once more.
     """
-    return _is_within(_BACKWARD + _NAME)
+    return is_in_gradient_of(_NAME)
 
 
 def graphs() -> Iterator[Any]:
@@ -185,9 +187,15 @@ def graphs() -> Iterator[Any]:
         graph = getattr(graph, "outer_graph", None)
 
 
-def _is_within(name: str) -> bool:
-    """Whether a graph that is being traced has a name that begins so."""
-    return any(getattr(graph, "name", "").startswith(name) for graph in graphs())
+def is_in_gradient_of(*names: str) -> bool:
+    """Whether what is traced now is, or lies in, the gradient of a function.
+
+    Args:
+        *names: Beginnings of the names of functions; of one of them.
+    """
+    # TensorFlow names it so.
+    begin = tuple(f"__backward_{name}" for name in names)
+    return any(getattr(graph, "name", "").startswith(begin) for graph in graphs())
 
 
 def _context() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from keras_psplus.tf_internals import (
 if TYPE_CHECKING:
     from keras_psplus.sharding.weight import WeightShare
 
-_CONTROL_FLOW = (
+CONTROL_FLOW = (
     control_flow_func_graphs.CondBranchFuncGraph,
     control_flow_func_graphs.WhileBodyFuncGraph,
     control_flow_func_graphs.WhileCondFuncGraph,
@@ -92,6 +92,8 @@ class UnitFunction(CompiledFunction):
         operation: The operation that calls it, or None.
         refused: A reason of the layers for which it is not compiled, or None.
     """
+
+    kind = f"{CompiledFunction.kind}unit_"
 
     def __init__(self, traces: list[UnitFunction], *args: Any) -> None:
         self.operation: tf.Operation | None = None
@@ -180,7 +182,7 @@ def reaches(home: tf.Graph) -> bool:
     """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:
-        if not isinstance(graph, _CONTROL_FLOW):
+        if not isinstance(graph, CONTROL_FLOW):
             return False
         graph = graph.outer_graph
     return True

@@ -35,6 +35,7 @@ from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_m
 from keras_psplus.sharding.exchange import compressor_of, entries_of
 from keras_psplus.sharding.units.calls import Backward, Plan, UnitCall, UnitGroup, size_of
 from keras_psplus.sharding.units.functions import UnitFunction, reaches
+from keras_psplus.sharding.units.xla_reads import given_by_calls
 from keras_psplus.tf_internals import (
     control_flow_func_graphs,
     framework_ops,
@@ -96,7 +97,8 @@ class Units:
         call = self._call
         function = next((one for one in call.traces if one.is_here), None) if call else None
         if call is None or function is None:
-            whole = self._find(weight)
+            given = given_by_calls(weight)
+            whole = self._find(weight) if given is None else given
         else:
             # XLA cannot gather: the function takes what is gathered before its call.
             if id(weight) not in self._now:

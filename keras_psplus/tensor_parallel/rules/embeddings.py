@@ -47,6 +47,11 @@ class _Lookup:
         if reverse:
             return self._logits(inputs)
         layer = self._layer
+        if isinstance(inputs, tf.RaggedTensor):
+            return inputs.with_flat_values(self(inputs.flat_values))
+        if isinstance(inputs, tf.SparseTensor):
+            # Keras looks up what is there as one sum for each place.
+            return type(layer).call(layer, inputs)
         indices = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         outputs = self._rows(indices)
         mask = keras.layers.Embedding.compute_mask(layer, inputs) if self._is_reversible else None
