@@ -183,14 +183,16 @@ class GradientReducer:
         kind: str,
     ) -> list[Any]:
         with ops.device(self._launchers[replica]._device):
+            grads = list(grads)
+            in_rows = [i for i, one in enumerate(grads) if isinstance(one, tf.IndexedSlices)]
             # So they are in one process, of the rows of all replicas.
-            are_distinct = [duplicate_rows.are_distinct(gradient) for gradient in grads]
-            grads = [duplicate_rows.summed_for(owner, gradient) for gradient in grads]
+            are_distinct = [i for i in in_rows if duplicate_rows.are_distinct(grads[i])]
+            for i in in_rows:
+                grads[i] = duplicate_rows.summed_for(owner, grads[i])
             sums = self._sums(owner, kind)[replica](grads, variables, step)
-            return [
-                duplicate_rows.distinct(total) if is_distinct else total
-                for total, is_distinct in zip(sums, are_distinct)
-            ]
+            for i in are_distinct:
+                sums[i] = duplicate_rows.summed(sums[i])
+            return sums
 
     def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:
         of_owner = self._of_owner.setdefault(owner, {})
