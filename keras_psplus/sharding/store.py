@@ -132,13 +132,24 @@ class ShareStore:
         self._submit(variable=variable.number, steps=0, writes=0, gives=True)
         self._given = None
 
-    def meet(self, kind: str) -> None:
-        """Waits until the scripts of all workers are at the same point, and answers meanwhile.
+    def meet(self, number: int, name: str) -> None:
+        """Waits until the scripts of all workers change a variable, and answers meanwhile.
 
         Args:
-            kind: What they are doing, which must be the same.
+            number: The variable's.
+            name: Its name on this worker, for messages.
+
+        Raises:
+            RuntimeError: If the script of another worker has ended.
         """
-        self._control.exchange(kind, "")
+        if self._has_left:
+            raise RuntimeError(
+                "A variable in shares is changed on a worker while the script of another one has "
+                "ended. Every worker must run the same script. Received: a change of "
+                f"'{name}' on {self._control.names[self._number]}"
+            )
+        with failure.translate_errors(self._control.task):
+            self._control.exchange(f"a change of variable {number} in shares", name)
 
     def _submit(self, **request: Any) -> Any:
         """Has all workers answer a request of this one; returns the answer."""

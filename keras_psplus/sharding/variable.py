@@ -197,7 +197,7 @@ class ShareVariable(WrittenVariable):
                 value = tf.raw_ops.DeepCopy(x=value)
         if tf.executing_eagerly() and not (in_update or self.place.is_everywhere):
             # Another worker may have to read what is there now: it would get parts of both.
-            self._store.meet(f"a change of variable {self.name}")
+            self._store.meet(self.number, self.name)
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
         if tf.executing_eagerly():
             self.writes += 1

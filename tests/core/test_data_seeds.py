@@ -6,6 +6,7 @@ import random
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_psplus.core.data import data_seeds
 
@@ -31,6 +32,10 @@ def test_seeds_differ_until_the_seed_is_set_again():
     assert len(set(first)) == 5
     keras.utils.set_random_seed(5)
     assert [data_seeds.draw() for _ in range(3)] == first[:3]
+    for seed in (6, 7):
+        tf.random.set_seed(seed)
+        first.append(data_seeds.draw())
+    assert len(set(first)) == 7
 
 
 def test_a_state_goes_on_elsewhere():

@@ -29,6 +29,7 @@ def moments(call: Call) -> Any:
     total, count = sums(inputs, tf.ones_like(inputs))
     count += keras.backend.epsilon()
     mean = total / count
-    # Squares of differences, as in one process: they lose less than differences of squares.
-    (squares,) = sums(tf.square(inputs - mean))
+    # Squares of differences, as in one process: they lose less than differences of squares. What is
+    # no number below the mask has none in the gradients either.
+    (squares,) = sums(tf.square(tf.where(is_there, inputs - mean, tf.zeros_like(inputs))))
     return tf.squeeze(mean), tf.squeeze(squares / count)

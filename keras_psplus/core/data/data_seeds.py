@@ -2,7 +2,7 @@
 
 Keras draws the seeds of layers from these. In one process `fit` draws none, so that whatever is
 made after it has the same weights here only if nothing else is drawn either. So a seed is made of
-what Python would draw next, and of how many were made of that before.
+what Python would draw next, of TensorFlow's seed, and of how many were made of these before.
 """
 
 import random
@@ -17,7 +17,7 @@ class _Draws:
     """Numbers that were drawn of one state.
 
     `keras.utils.set_random_seed` may set a state that was there before. It has TensorFlow make
-    another generator, by which that is known.
+    another generator, by which that is known, as `tf.random.set_seed` does.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,8 @@ class _Draws:
         copy, before = random.Random(), self.count()
         copy.setstate(self._state)
         self._count += 1
-        return random.Random(f"{copy.getrandbits(64)} {before}").randint(1, _LARGEST)
+        text = f"{copy.getrandbits(64)} {context.global_seed()} {before}"
+        return random.Random(text).randint(1, _LARGEST)
 
     def restore(self, state: Any, count: int) -> None:
         random.setstate(state)

@@ -23,7 +23,7 @@ _CALL_CONTEXT = "current_call_ctx"
 # In the place of a tensor among what the function returns.
 _TENSOR = object()
 # Beginning of the names of compiled functions' graphs.
-_NAME = "compiled_"
+_NAME = "keras_psplus_compiled_"
 _numbers = itertools.count()
 
 

@@ -102,7 +102,7 @@ def _cut_off_silent_ones(workers: Mapping[int, str], is_done: threading.Event) -
     """Breaks the connections to workers that do not answer, for whom TensorFlow waits."""
     began, seconds, told = time.monotonic(), _PATIENCE_SECONDS, set[int]()
     while not is_done.wait(seconds):
-        silent = stalls.unresponsive_tasks(workers)
+        silent = sorted(stalls.unresponsive_tasks(workers))
         waited = time.monotonic() - began
         for worker in [] if is_done.is_set() else silent:
             seconds = _LOOK_SECONDS

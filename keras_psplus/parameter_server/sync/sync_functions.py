@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.scalars import scalar_tensor
 from keras_psplus.core.graph.stand_ins import Gradient
@@ -88,15 +89,20 @@ class SyncFunctions:
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Gradient | None],
         variables: Sequence[keras.Variable],
+        made: Sequence[Gradient | None] | None = None,
     ) -> HandedOver:
+        """Sends a worker's gradients; `made` are those of its step, if these are copies."""
         inner = unwrapped(optimizer)
         by_value = {id(variable._value): variable for variable in variables}
         prefix = self._context.extended.worker_states.prefix
         values = [variable._value for variable in variables]
+        found = zip(gradients if made is None else made, values)
+        # What is sent does not show it any more.
+        distinct = {id(value) for one, value in found if duplicate_rows.are_distinct(one)}
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
             pairs = self._context.push(inner, gradients, values)
-            sums = aggregation.add(pairs, stamp, prefix, after)
+            sums = aggregation.add(pairs, stamp, prefix, after, distinct)
         return HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step: TracedStep) -> SyncFunction:
@@ -130,7 +136,7 @@ class SyncFunctions:
         def push(stamp: tf.Tensor, parts: Any) -> None:
             for (optimizer, gradients, variables), own in zip(pending, parts):
                 values = [_gradient(like, leaves) for like, leaves in zip(gradients, own)]
-                added.append(self._add(stamp, optimizer, values, variables))
+                added.append(self._add(stamp, optimizer, values, variables, gradients))
 
         specs = tf.nest.map_structure(
             lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), step.concrete.structured_outputs[1]

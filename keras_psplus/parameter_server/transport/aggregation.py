@@ -5,7 +5,7 @@ stamp of the present attempt at a step and drop those with an earlier one. Rows 
 in queues and stay separate, as an optimizer receives them in one process.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -168,6 +168,7 @@ def add(
     stamp: tf.Tensor,
     prefix: str,
     after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
+    distinct: Collection[int] = (),
 ) -> list[Sequence[GradientSum] | None]:
     """Adds gradients that have been brought to their variables' servers.
 
@@ -177,6 +178,7 @@ def add(
         stamp: Int64 scalar, the number of the attempt.
         prefix: Of the resources' names.
         after: Function of a variable or shard: operations that its gradient is added after.
+        distinct: Ids of the variables of which no worker's gradient has a row twice.
 
     Returns:
         For each pair a list of one `GradientSum`, the `ShardParts` of a sharded variable, or None.
@@ -201,7 +203,7 @@ def add(
                 has_rows,
                 part.dtype,
                 part.indices.dtype if has_rows else None,
-                duplicate_rows.are_distinct(part),
+                id(variable) in distinct,
             )
             with tf.control_dependencies(after(target)):
                 one.add(part, stamp)

@@ -49,11 +49,14 @@ def as_it_is() -> Iterator[None]:
     """
     own = context.context()
     options = own.function_call_options
-    own.function_call_options = _unoptimized(options.executor_type, options.config_proto_serialized)
+    here = _unoptimized(options.executor_type, options.config_proto_serialized)
+    own.function_call_options = here
     try:
         yield
     finally:
-        own.function_call_options = options
+        # Unless others were set in there.
+        if own.function_call_options is here:
+            own.function_call_options = options
 
 
 @functools.cache
