@@ -27,6 +27,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.core.backup import weights_in_memory
+from keras_psplus.core.data import data_seeds
 from tests.all_reduce.job_parts import Interrupted
 from tests.faults.at_batch import AtBatch
 
@@ -260,6 +261,8 @@ def trainer(strategy, folder):
         data, options, frequency, _ = CASES[name]
         # As a script without seeds, if this one is in a cluster.
         (random.seed if strategy.task else keras.utils.set_random_seed)(seed)
+        # It is the first that draws seeds of data.
+        data_seeds.restore([*data_seeds.state()[:-1], 0])
         with strategy.scope():
             model = keras.Sequential(
                 [
