@@ -12,7 +12,7 @@ import keras_psplus
 from keras_psplus.cluster.in_process import logical_devices
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEST_SIZE, BATCH_SIZE, EPOCHS = 597, 48, 12
+TEST_SIZE, BATCH_SIZE, EPOCHS, SEEDS = 597, 48, 12, (1, 2, 3)
 
 
 def data():
@@ -23,8 +23,8 @@ def data():
     return (x[TEST_SIZE:], y[TEST_SIZE:]), (x[:TEST_SIZE], y[:TEST_SIZE])
 
 
-def train(compression):
-    keras.utils.set_random_seed(1)
+def train(compression, seed):
+    keras.utils.set_random_seed(seed)
     train_data, test_data = data()
     strategy = keras_psplus.MultiWorkerMirroredStrategy(compression=compression)
     with strategy.scope():
@@ -50,8 +50,14 @@ def train(compression):
     }
 
 
+def results_of(compression):
+    """Results with the mean accuracy of all seeds: one seed's is off by up to two in a hundred."""
+    found = [train(compression, seed) for seed in SEEDS]
+    return found[-1] | {"accuracy": float(np.mean([one["accuracy"] for one in found]))}
+
+
 if __name__ == "__main__":
     tf.config.threading.set_intra_op_parallelism_threads(1)
     logical_devices(2)
-    results = {name: train(None if name == "none" else name) for name in sys.argv[1:]}
+    results = {name: results_of(None if name == "none" else name) for name in sys.argv[1:]}
     print("results:", json.dumps(results))
