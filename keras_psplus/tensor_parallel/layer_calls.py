@@ -47,7 +47,7 @@ class LayerCalls:
 
     def read(self, weight: CutWeight) -> tf.Tensor:
         """The whole of a weight: as its layer has gathered it, or gathered now."""
-        # What `keras.remat` wraps asks which variables it reads, also those gathered before.
+        # `keras.remat` has to know which variables are read, also those gathered before.
         resource_variable_ops.variable_accessed(weight)
         given = given_by_calls(weight)
         if given is not None:

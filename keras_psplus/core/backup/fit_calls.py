@@ -34,7 +34,7 @@ class FitCall:
         number: Its number among those with this folder, from 1; those that failed do not count.
         model: The number of its model among theirs.
         arguments: Arguments by which calls are told apart, a dict.
-        random: What seeds of data depended on when it began, of `data_seeds.state`.
+        random: State of `data_seeds` when it began.
         history: Epochs and logs of a call that has ended, or None.
         has_ended: Whether it has ended well.
         optimizer: Function that returns the model's optimizer of then, or None if it is gone.

@@ -19,17 +19,17 @@ def moments(call: Call) -> Any:
         return call.proceed()
     is_there = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
 
+    def masked(values: Any) -> Any:
+        return tf.where(is_there, values, tf.zeros_like(values))
+
     def sums(*values: Any) -> Any:
-        local = [
-            tf.reduce_sum(tf.where(is_there, one, tf.zeros_like(one)), layer._reduction_axes, True)
-            for one in values
-        ]
+        local = [tf.reduce_sum(one, layer._reduction_axes, True) for one in values]
         return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
 
-    total, count = sums(inputs, tf.ones_like(inputs))
+    total, count = sums(masked(inputs), tf.cast(is_there, inputs.dtype))
     count += keras.backend.epsilon()
     mean = total / count
-    # Squares of differences, as in one process: they lose less than differences of squares. What is
-    # no number below the mask has none in the gradients either.
-    (squares,) = sums(tf.square(tf.where(is_there, inputs - mean, tf.zeros_like(inputs))))
+    # Squares of differences, as in one process: they lose less than differences of squares. They
+    # are masked first, so that entries that are no numbers have no gradients either.
+    (squares,) = sums(tf.square(masked(inputs - mean)))
     return tf.squeeze(mean), tf.squeeze(squares / count)

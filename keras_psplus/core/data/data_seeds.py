@@ -25,7 +25,7 @@ class _Draws:
         self._generator: Any = None
         self._count = 0
 
-    def count(self) -> int:
+    def _count_now(self) -> int:
         """The number of those of Python's state of now."""
         state, generator = random.getstate(), getattr(context.context(), "_rng", None)
         if state != self._state or generator is not self._generator:
@@ -33,33 +33,25 @@ class _Draws:
         return self._count
 
     def draw(self) -> int:
-        copy, before = random.Random(), self.count()
+        """Draws the seed of some data's order, which `keras.utils.set_random_seed` settles."""
+        copy, before = random.Random(), self._count_now()
         copy.setstate(self._state)
         self._count += 1
         text = f"{copy.getrandbits(64)} {context.global_seed()} {before}"
         return random.Random(text).randint(1, _LARGEST)
 
-    def restore(self, state: Any, count: int) -> None:
-        random.setstate(state)
-        self.count()
+    def state(self) -> list[Any]:
+        """State that the next seeds depend on, for `restore`: a list that JSON can have."""
+        version, numbers, gauss = random.getstate()
+        return [version, list(numbers), gauss, self._count_now()]
+
+    def restore(self, state: list[Any]) -> None:
+        """Sets Python's random numbers, and how many seeds were drawn, to what they were."""
+        version, numbers, gauss, count = state
+        random.setstate((version, tuple(numbers), gauss))
+        self._count_now()
         self._count = count
 
 
 _draws = _Draws()
-
-
-def draw() -> int:
-    """Draws the seed of some data's order, which `keras.utils.set_random_seed` settles."""
-    return _draws.draw()
-
-
-def state() -> list[Any]:
-    """State that the next seeds depend on, for `restore`: a list that JSON can have."""
-    version, numbers, gauss = random.getstate()
-    return [version, list(numbers), gauss, _draws.count()]
-
-
-def restore(state: list[Any]) -> None:
-    """Sets Python's random numbers, and how many seeds were drawn, to what they were."""
-    version, numbers, gauss, count = state
-    _draws.restore((version, tuple(numbers), gauss), count)
+draw, state, restore = _draws.draw, _draws.state, _draws.restore

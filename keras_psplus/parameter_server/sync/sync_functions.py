@@ -97,7 +97,7 @@ class SyncFunctions:
         prefix = self._context.extended.worker_states.prefix
         values = [variable._value for variable in variables]
         found = zip(gradients if made is None else made, values)
-        # What is sent does not show it any more.
+        # Copies that are sent do not show it any more.
         distinct = {id(value) for one, value in found if duplicate_rows.are_distinct(one)}
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
