@@ -28,7 +28,6 @@ class Facts:
         step_ms: Milliseconds of a step with one worker's.
         single_ms: Milliseconds of a step with the script's batches.
         work: Gradients that a worker sends in a step.
-        slots: Numbers that the optimizer keeps for each weight.
         int8_ms: Milliseconds of the processor to send a million elements as int8, with feedback.
     """
 
@@ -38,7 +37,6 @@ class Facts:
     step_ms: float
     single_ms: float
     work: Work
-    slots: float = 0.0
     int8_ms: float = cost_model.COMPRESSOR_MS["int8"]
 
     @classmethod
@@ -49,8 +47,8 @@ class Facts:
             Table(t["rows"], t["dim"], {int(n): rows for n, rows in t["touched"].items()})
             for t in answer["tables"]
         ]
-        rest = {key: answer[key] for key in answer if key not in ("variables", "tables")}
-        return cls(work=Work(variables, tables), **rest)
+        rest = {key: answer[key] for key in answer if key not in ("variables", "tables", "slots")}
+        return cls(work=Work(variables, tables, answer.get("slots", 0.0)), **rest)
 
     @property
     def processor(self) -> float:
@@ -75,7 +73,8 @@ class Facts:
             dataclasses.replace(t, touched={n: t.rows_of(n * ratio) for n in t.touched})
             for t in self.work.tables
         ]
-        ms, work = self._milliseconds_of(rows), Work(variables, tables)
+        work = dataclasses.replace(self.work, variables=variables, tables=tables)
+        ms = self._milliseconds_of(rows)
         return dataclasses.replace(self, rows=rows, step_ms=ms, work=work)
 
     def _milliseconds_of(self, rows: int) -> float:
@@ -246,7 +245,7 @@ def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choic
     cluster = dataclasses.replace(cluster, processor=facts.processor)
     alone_ms = facts.one_worker_ms(cluster.workers)
     step_ms = alone_ms if traits.path == "alone" else facts.step_ms
-    one = cost_model.predict(traits, facts.work, step_ms, cluster, facts.slots)
+    one = cost_model.predict(traits, facts.work, step_ms, cluster)
     needs = 2 * traits.has_servers + (traits.shard is not None)
     return Choice(entry, traits.loses, needs, alone_ms / one.ms, one)
 

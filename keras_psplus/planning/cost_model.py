@@ -125,9 +125,7 @@ class StepParts(NamedTuple):
     servers: float = 0.0
 
 
-def predict(
-    traits: Traits, work: Work, step_ms: float, cluster: Cluster, slots: float = 0.0
-) -> Prediction:
+def predict(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> Prediction:
     """Predicts a step.
 
     Args:
@@ -135,7 +133,6 @@ def predict(
         work: What one worker has to send.
         step_ms: Milliseconds of one worker's batch without communication.
         cluster: What it trains on.
-        slots: Numbers that the optimizer keeps for each weight.
     """
     moved = flows(traits, work, cluster.workers)
     return Prediction(
@@ -143,7 +140,7 @@ def predict(
         moved.between + moved.down,
         milliseconds(traits, work, step_ms, cluster),
         *scales_to(traits, work, step_ms, cluster),
-        memory(traits, work, slots, cluster.workers),
+        memory(traits, work, cluster.workers),
     )
 
 
@@ -208,8 +205,9 @@ def scales_to(
     return workers, StepParts._fields[grown.index(max(grown))]
 
 
-def memory(traits: Traits, work: Work, slots: float, workers: int) -> float:
+def memory(traits: Traits, work: Work, workers: int) -> float:
     """Bytes of weights, gradients and the optimizer's state on a worker, without activations."""
+    slots = work.slots
     rows = sum(table.rows_of(1) * table.dim for table in work.tables)
     if traits.path == "parameter_server":
         copies = 2 if traits.updates == "local" else 1

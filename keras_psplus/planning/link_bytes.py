@@ -80,10 +80,12 @@ class Work:
     Attributes:
         variables: Those with dense gradients.
         tables: Those with sparse ones.
+        slots: Numbers that the optimizer keeps for each weight.
     """
 
     variables: Sequence[Variable] = ()
     tables: Sequence[Table] = ()
+    slots: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -216,9 +218,10 @@ def _gathered(shard: str | None, work: Work, workers: int) -> float:
     """Bytes of whole values that workers which share them gather beyond what all-reduce sends.
 
     A reduce-scatter and one gather are an all-reduce, but rows of tables are not summed so. The
-    second gather is of what backward needs, and no tables.
+    second gather is of what backward needs, and no tables. Where an optimizer keeps nothing for a
+    weight, there is nothing to share of a table.
     """
-    dense, tables = {None: (0, 0), "optimizer": (0, 1), "all": (1, 1)}[shard]
+    dense, tables = {None: (0, 0), "optimizer": (0, bool(work.slots)), "all": (1, 1)}[shard]
     elements = dense * work.elements + tables * work.table_elements
     return (workers - 1) / workers * WORD * elements
 

@@ -123,8 +123,7 @@ class ShardedEngine(AllReduceEngine):
 
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:
-        find_place = self._place_of_slot
-        if find_place is None:
+        if (find_place := self._place_of_slot) is None:
             return call.proceed()
         variable, initializer = call.owner, call.get("initializer")
         dtype, store = variable._dtype, self.strategy.extended.store
@@ -289,13 +288,17 @@ class ShardedEngine(AllReduceEngine):
     def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
         extended, places = self.strategy.extended, self._placed(optimizer, variables)
         targets, self._targets = [self._targets[id(v)] for v in variables], {}
+        keeps_nothing = not (self.plan_of(optimizer).has_slots or optimizer.weight_decay)
         mine = []
-        for gradient, target, place in zip(grads, targets, places):
-            if target is None:
-                continue
+        for i, (gradient, place) in enumerate(zip(grads, places)):
             if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
-                gradient = sums.part_of_slices(gradient, place.parts, extended.store.rank)
-            mine.append((gradient, target))
+                if keeps_nothing and self.has_whole_weights:
+                    # All workers have these rows of a table, which then is not gathered.
+                    targets[i] = variables[i]
+                else:
+                    gradient = sums.part_of_slices(gradient, place.parts, extended.store.rank)
+            if targets[i] is not None:
+                mine.append((gradient, targets[i]))
         with in_update.raised():
             optimizer._backend_update_step(
                 [gradient for gradient, _ in mine],

@@ -45,10 +45,12 @@ class OptimizerPlan:
     Attributes:
         places: List of `Place`, one for each of its variables.
         reason: Words for why it is not cut; None if it is.
+        has_slots: Whether it keeps anything in shares.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, workers: int) -> None:
         self._workers = workers
+        self.has_slots = any(isinstance(one._value, ShareVariable) for one in optimizer.variables)
         variables = optimizer._trainable_variables
         self.reason = _foreign_method(optimizer)
         if self.reason is not None:

@@ -85,7 +85,7 @@ def test_what_is_measured_of_a_script(kind, plan):
     # Three rows are in all batches.
     touched = {"1": 11.0, "2": 19.0, "4": 35.0, "8": 67.0}
     assert table == {"rows": 40_000, "dim": 8, "touched": touched}
-    assert measured["slots"] == pytest.approx(2, rel=0.01)
+    assert measured["work"]["slots"] == pytest.approx(2, rel=0.01)
     names = [choice["entry"] for choice in found["choices"]]
     apart = ("auto", "pipedream", "pipeline", "pipeline_gpipe")
     assert sorted(names) == [name for name in lookup.names() if name not in apart]

@@ -105,7 +105,7 @@ def test_delay_counts_for_each_message_of_a_ring():
 
 def test_memory_of_a_worker():
     def megabytes(traits, slots=2.0):
-        return cost_model.memory(traits, SPARSE, slots, 4) / 4
+        return cost_model.memory(traits, dataclasses.replace(SPARSE, slots=slots), 4) / 4
 
     rows = 1000 * 10
     assert megabytes(Traits()) == 100 * 4 + 1_000_000 * 3 + rows
@@ -127,7 +127,9 @@ def test_bytes_of_shares():
     assert sent("all", dense) == 1.5 * sent(None, dense)
     # A table is gathered whole, and once, though rows are all that is looked up.
     table = 0.75 * 4 * 1_000_000
-    assert sent("optimizer", SPARSE) == sent(None, SPARSE) + table
+    with_slots = dataclasses.replace(SPARSE, slots=1.0)
+    assert sent("optimizer", with_slots) == sent(None, SPARSE) + table
+    assert sent("optimizer", SPARSE) == sent(None, SPARSE)
     assert sent("all", SPARSE) == sent(None, SPARSE) + 0.75 * 4 * 100 + table
 
 

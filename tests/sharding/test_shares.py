@@ -20,9 +20,10 @@ from tests.sharding.shares_job import OPTIMIZERS
 pytestmark = pytest.mark.timeout(1500)
 
 JOB = pathlib.Path(__file__).with_name("shares_job.py")
-EMBEDDINGS = ["embedding/adamw", "embedding/momentum_clipnorm", "embedding/adagrad"]
+EMBEDDINGS = ["adamw", "momentum_clipnorm", "adagrad", "sgd"]
 # `files` is `average`, of which it makes files.
-CASES = [*(name for name in OPTIMIZERS if name != "average"), *EMBEDDINGS]
+CASES = [*(name for name in OPTIMIZERS if name != "average")]
+CASES += [f"embedding/{name}" for name in EMBEDDINGS]
 CASES += ["two_optimizers", "files"]
 THREE = ["adamw", "muon", "adafactor", "embedding/adamw", "files"]
 ENDED = "test_slots_can_be_read_when_other_workers_have_ended"
@@ -106,6 +107,8 @@ def test_state_and_bytes(two):
     # two workers sends as many bytes as they have.
     all_reduced = 4 * found["whole"].sum() / 2
     assert all_reduced <= found["wire"] <= 1.1 * all_reduced
+    # Without slots, rows are sent as under all-reduce, and no half of 1000 rows of 3 numbers.
+    assert 0 < found["of_table"] < 4 * 1000 * 3 / 2 / 2
 
 
 @pytest.mark.cases("momentum_clipnorm", "muon", "counting")
