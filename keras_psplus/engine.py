@@ -190,7 +190,10 @@ class Engine:
         return self._answer(call)
 
     def write(self, call: Call) -> Any:
-        """Gives a variable a value: by `assign`, `assign_add` or `assign_sub`."""
+        """Gives a variable a value: by `assign`, `assign_add` or `assign_sub`.
+
+        `change_all` gives values to all weights of a model, or to all averages of an optimizer.
+        """
         return self._answer(call)
 
     def read(self, call: Call) -> Any:

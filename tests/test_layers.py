@@ -88,6 +88,7 @@ FOLDERS = {
     "sharding": [
         *(
             "places",
+            "requests",
             "variable",
             "exchange",
             "sums",

@@ -1,5 +1,7 @@
 """Callbacks: the chief alone writes, all workers stop together, and backups are of all workers."""
 
+import keras
+
 from keras_psplus.core.data import epochs
 from keras_psplus.keras_hooks.finders import of_callback, of_model
 from keras_psplus.keras_hooks.hook import Hook
@@ -103,5 +105,17 @@ HOOKS = (
         "on",
         "the chief alone deletes what all workers share",
         call="end_backup",
+    ),
+    *(
+        Hook(
+            keras.callbacks.SwapEMAWeights,
+            name,
+            ["self", "optimizer"],
+            of_callback,
+            "write",
+            "workers that share weights wait for each other once, and not for each of them",
+            call="change_all",
+        )
+        for name in ("_tf_swap_variables", "_tf_finalize_ema_values")
     ),
 )

@@ -3,7 +3,7 @@
 import keras
 
 from keras_psplus.core.batch import masked_moments
-from keras_psplus.keras_hooks.finders import of_layer_call, of_scope, of_step
+from keras_psplus.keras_hooks.finders import of_holder, of_layer_call, of_scope, of_step
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import layers
 from keras_psplus.tf_internals import distribute_lib
@@ -43,6 +43,15 @@ HOOKS: tuple[Hook, ...] = (
         of_scope,
         "make_variable",
         "the servers of a table apply its regulariser and constraint, to the rows of a step",
+    ),
+    Hook(
+        layers.Layer,
+        "set_weights",
+        ["self", "weights"],
+        of_holder,
+        "write",
+        "workers that share weights wait for each other once, and not for each of them",
+        call="change_all",
     ),
     Hook(
         layers.BatchNormalization,

@@ -48,6 +48,15 @@ HOOKS = (
         for owner in (_BASE, _LOSS_SCALE)
     ),
     Hook(
+        _TF,
+        "_overwrite_model_variables_with_average_value",
+        ["self", "trainable_variables"],
+        of_optimizer,
+        "write",
+        "workers that share weights wait for each other once, and not for each of them",
+        call="change_all",
+    ),
+    Hook(
         _LOSS_SCALE,
         "check_finite",
         ["self", "grads"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -138,6 +138,11 @@ class ShardedEngine(AllReduceEngine):
         variable._value.release_with(variable)
         return None
 
+    @answers("change_all")
+    def _change_all(self, call: Call) -> Any:
+        with self.strategy.extended.store.together(type(call.owner).__name__):
+            return call.proceed()
+
     @answers("restore")
     def _restore(self, event: Call) -> Any:
         reads = self.strategy.is_chief
@@ -196,7 +201,7 @@ class ShardedEngine(AllReduceEngine):
         numbers: Numbers,
     ) -> None:
         extended, exchange = self.strategy.extended, self._exchange(optimizer)
-        for own, layout in self._layouts(variables, places, numbers):
+        for own, layout in sums.layouts(variables, places, numbers, extended.store.workers):
             tensors = [grads[i] for i in own]
             totals = layout.scatter(extended.route, tensors, extended.store.rank)
             held = [i for i, total in zip(own, totals) if total is not None]
@@ -207,17 +212,6 @@ class ShardedEngine(AllReduceEngine):
                 grads[i] = mine[held.index(i)] if i in held else None
             exchange.count([variables[i] for i in own], layout.widths)
             exchange.traffic.time(tensors, mine)
-
-    def _layouts(
-        self, variables: Variables, places: Places, numbers: Numbers
-    ) -> Iterator[tuple[list[int], sums.OwnerLayout]]:
-        """Yields numbers of variables of one dtype that have owners, and their layout."""
-        workers = self.strategy.extended.store.workers
-        for dtype in sorted({str(variables[i].dtype) for i in numbers}):
-            own = [i for i in numbers if str(variables[i].dtype) == dtype]
-            shapes = [tf.TensorShape(variables[i].shape) for i in own]
-            owners = [owner for i in own if (owner := places[i].owner) is not None]
-            yield own, sums.OwnerLayout(shapes, owners, workers)
 
     def _exchange(self, optimizer: Optimizer) -> PartExchange:
         """Exchange of the parts of an optimizer's variables."""
@@ -317,7 +311,7 @@ class ShardedEngine(AllReduceEngine):
         """Gives all workers the new values of variables that are whole in an update."""
         extended = self.strategy.extended
         owned = [i for i, place in enumerate(places) if place.owner is not None]
-        for own, layout in self._layouts(variables, places, owned):
+        for own, layout in sums.layouts(variables, places, owned, extended.store.workers):
             values = [self._whole_value(variables[i], targets[i]) for i in own]
             found = layout.gather(extended.route, values, extended.store.rank)
             for i, value in zip(own, found):

@@ -20,6 +20,7 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.units.gathering import Units
+from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ class FullyShardedEngine(ShardedEngine):
             lambda: WeightShare(extended.store, units.read, units.note_write, variable),
         )
         return None
+
+    def _change_all(self, call: Call) -> Any:
+        if isinstance(call.owner, keras.Layer):
+            return super()._change_all(call)
+        # Averages are cut as weights are: each worker computes with its parts.
+        with in_update.raised():
+            return super()._change_all(call)
 
     # A step.
 

@@ -20,6 +20,7 @@ from keras_psplus.cluster.process import exit_code
 from keras_psplus.core.jobs import error_report, failure, leave
 from keras_psplus.core.jobs.control import listen
 from keras_psplus.log import logger
+from keras_psplus.sharding import requests
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS, _END_SECONDS = 3.0, 0.1
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
 _numbers = itertools.count()
-# The answer to what another worker cannot give before it is answered itself.
+# The answer to a request that has none yet.
 _NOT_YET = object()
 
 
@@ -41,7 +42,8 @@ class ShareStore:
     on each worker waits for requests, which are numbered keys of TensorFlow's coordination service
     (the first that writes a key has the number), and takes part in one gathering for each. What a
     worker gives is of the step that the asking one has done: the next update of all of them waits
-    for the asking one's gradients. At its end, a process waits for the ends of the others.
+    for the asking one's gradients. Workers that ask for the same at a time are answered together.
+    At its end, a process waits for the ends of the others.
 
     Args:
         route: Way of rows between the workers that share a variable, for steps.
@@ -53,6 +55,8 @@ class ShareStore:
     Attributes:
         rank: Place of this worker among those that share a variable.
         workers: Number of those.
+        restoring: Whether this worker alone gives values, as a chief that loads does.
+        is_together: Whether all workers are at the same reads and changes.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class ShareStore:
         group = self._everyone if group is None else tuple(group)
         self.route, self.rank, self.workers = route, group.index(rank), len(group)
         self.device: str = route.launcher._device
-        self.restoring = False
+        self.restoring = self.is_together = False
         self._control, self._progress = control, progress
         self._host = launcher_like(host, group_key, self._everyone)
         sharing = launcher_like(host, group_key + 1 + min(group), group)
@@ -81,9 +85,11 @@ class ShareStore:
         self._released: list[int] = []
         self._releases: collections.Counter[int] = collections.Counter()
         self._reading, self._changed = threading.Lock(), threading.Condition()
-        # The number of the next request, this worker's own, and the answers to them.
+        # The number of the next request, and of this worker's own.
         self._next, self._own = 0, list[int]()
-        self._answers: dict[int, Any] = {}
+        # What this worker's script waits for, and the answer.
+        self._asked: dict[str, Any] | None = None
+        self._found: Any = _NOT_YET
         # Value that this worker has and gives to the others.
         self._given: tf.Tensor | None = None
         self._error: Exception | None = None
@@ -132,11 +138,30 @@ class ShareStore:
         self._submit(variable=variable.number, steps=0, writes=0, gives=True)
         self._given = None
 
-    def meet(self, number: int, name: str) -> None:
+    @contextlib.contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Context in which all workers read and change the same variables in the same order.
+
+        They wait for each other once, at its beginning, and what they read is gathered by all.
+
+        Args:
+            name: Name of what is changed, for messages.
+        """
+        if self.restoring or self.is_together or not tf.executing_eagerly():
+            yield
+            return
+        self.meet("several variables", name)
+        self.is_together = True
+        try:
+            yield
+        finally:
+            self.is_together = False
+
+    def meet(self, of: str, name: str) -> None:
         """Waits until the scripts of all workers change a variable, and answers meanwhile.
 
         Args:
-            number: The variable's.
+            of: The variable's number, in words.
             name: Its name on this worker, for messages.
 
         Raises:
@@ -149,32 +174,35 @@ class ShareStore:
                 f"'{name}' on {self._control.names[self._number]}"
             )
         with failure.translate_errors(self._control.task):
-            self._control.exchange(f"a change of variable {number} in shares", name)
+            self._control.exchange(f"a change of {of} in shares", name)
 
     def _submit(self, **request: Any) -> Any:
         """Has all workers answer a request of this one; returns the answer."""
-        begin = time.monotonic()
+        begin, number = time.monotonic(), -1
         with failure.translate_errors(self._control.task), self._reading:
-            while True:
-                number = self._offer(request)
-                with self._changed:
-                    while self._next == number and self._error is None:
-                        self._changed.wait(_POLL_SECONDS)
-                        self._check_peers()
-                    answer = self._answers.pop(number, _NOT_YET)
-                    if answer is not _NOT_YET:
-                        return answer
-                    if self._error is not None:
-                        raise self._error
-                    if time.monotonic() - begin > _PATIENCE_SECONDS:
-                        raise self._lack(request)
+            self._asked = request
+            try:
+                while True:
+                    with self._changed:
+                        while self._next == number and self._error is None:
+                            self._changed.wait(_POLL_SECONDS)
+                            self._check_peers()
+                        if self._found is not _NOT_YET:
+                            return self._found
+                        if self._error is not None:
+                            raise self._error
+                        if time.monotonic() - begin > _PATIENCE_SECONDS:
+                            raise requests.error_of(request, self._control.task.name)
+                        number = self._next
+                    self._offer(number, request)
+            finally:
+                self._asked, self._found = None, _NOT_YET
 
-    def _offer(self, request: dict[str, Any]) -> int:
+    def _offer(self, number: int, request: dict[str, Any]) -> None:
         """Writes a request under the next number, which another worker may have taken."""
-        number, text = self._next, json.dumps({"by": self._number, **request})
+        text = json.dumps({"by": self._number, **request})
         with contextlib.suppress(tf.errors.OpError, ValueError):
             context.context().set_config_key_value(self._key(number), text)
-        return number
 
     def _check_peers(self) -> None:
         if self._control.lost:
@@ -200,7 +228,8 @@ class ShareStore:
             time.sleep(_POLL_SECONDS)
             if self._released and self._next > offered:
                 # Once at a time: all workers count the releases.
-                offered = self._offer({"released": list(self._released)})
+                offered = self._next
+                self._offer(offered, {"released": list(self._released)})
             self._look_at_step()
 
     def _look_at_step(self) -> None:
@@ -220,22 +249,28 @@ class ShareStore:
                 self._variables[number] = None
             if mine:
                 self._released.remove(number)
+        variable: Any = None
+        ready = 0
         if "variable" in request:
             variable = self._wait_for(request)
             with tf.device(self._host._device):
                 # One may have to read something else before it has what is asked for.
-                ready = self._host.all_reduce(tf.constant(float(variable is not None)))
-                if int(ready) < len(self._everyone):
-                    answer = _NOT_YET
-                elif "gives" in request:
-                    variable.receive(self._host, self._given if mine else None)
-                else:
-                    answer = variable.collected(self._sharing, mine)
+                ready = int(self._host.all_reduce(tf.constant(float(variable is not None))))
+        own = self._asked
+        if own is not None and not requests.is_answered(own, self._number, request):
+            own = None
+        with tf.device(self._host._device):
+            if "variable" in request and ready < len(self._everyone):
+                answer = _NOT_YET
+            elif "gives" in request:
+                variable.receive(self._host, self._given if mine else None)
+            elif "variable" in request:
+                answer = variable.collected(self._sharing, own is not None)
         with self._changed:
             if mine:
                 self._own.append(self._next)
-                if "released" not in request:
-                    self._answers[self._next] = answer
+            if own is not None and own is self._asked:
+                self._found = answer
             self._next += 1
             self._changed.notify_all()
         if "variable" in request:
@@ -260,18 +295,10 @@ class ShareStore:
                 return None
             if time.monotonic() - begin > _PATIENCE_SECONDS:
                 # Collectives of the asking worker end with it.
-                error = self._lack(request)
+                error = requests.error_of(request, self._control.task.name)
                 error_report.report(str(error))
                 raise error
             time.sleep(0.002)
-
-    def _lack(self, request: dict[str, Any]) -> RuntimeError:
-        return RuntimeError(
-            "A worker reads a variable in shares that another has not made or used, or is steps "
-            "ahead. Every worker must run the same script. Received: variable "
-            f"{request.get('variable')} after {request.get('steps')} steps, on "
-            f"{self._control.names[self._number]}"
-        )
 
     def _leave(self) -> None:
         """Waits until all workers have ended, or one waits for this in a step."""
@@ -304,7 +331,7 @@ class ShareStore:
         end = time.monotonic() + _POLL_SECONDS
         while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
             # Under the number that comes after what it is about to answer.
-            self._offer({"ended": True})
+            self._offer(self._next, {"ended": True})
             self._thread.join(_END_SECONDS)
 
     def _has(self, name: str) -> bool:

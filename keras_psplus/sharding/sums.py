@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
     from keras_psplus.all_reduce.topology.part_routes import Route
+    from keras_psplus.engine import Variables
+    from keras_psplus.sharding.places import Place
 
 Sums = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
@@ -95,6 +97,17 @@ class OwnerLayout:
         sizes = [self._sizes[i] for i in numbers]
         pieces = tf.split(row, [*sizes, self._width - sum(sizes)])
         return [tf.reshape(piece, self._shapes[i]) for i, piece in zip(numbers, pieces)]
+
+
+def layouts(
+    variables: Variables, places: Sequence[Place], numbers: Sequence[int], workers: int
+) -> Iterator[tuple[list[int], OwnerLayout]]:
+    """Yields numbers of variables of one dtype that have owners, and their layout."""
+    for dtype in sorted({str(variables[i].dtype) for i in numbers}):
+        own = [i for i in numbers if str(variables[i].dtype) == dtype]
+        shapes = [tf.TensorShape(variables[i].shape) for i in own]
+        owners = [owner for i in own if (owner := places[i].owner) is not None]
+        yield own, OwnerLayout(shapes, owners, workers)
 
 
 def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:

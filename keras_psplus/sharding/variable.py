@@ -116,10 +116,11 @@ class ShareVariable(WrittenVariable):
     def value(self) -> tf.Tensor:
         if in_update or self.place.is_everywhere:
             return self.part.value()
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() and not self._store.is_together:
             # One worker may ask alone, as a chief that saves does.
             return self._store.read(self)
-        return self.gathered(self._store.route)
+        with tf.device(self._store.device):
+            return self.gathered(self._store.route)
 
     def gathered(self, route: Route) -> tf.Tensor:
         """The whole value, by collectives that all workers take part in."""
@@ -184,7 +185,7 @@ class ShareVariable(WrittenVariable):
 
     def _write(self, method: str, value: Any) -> Any:
         other = getattr(value, "_value", value)
-        if isinstance(other, ShareVariable) and other.place == self.place and not in_update:
+        if isinstance(other, ShareVariable) and other.place == self.place:
             # As of averages: each worker has its part of both.
             value = other.part.read_value()
         elif not in_update or self._is_whole(value):
@@ -195,9 +196,10 @@ class ShareVariable(WrittenVariable):
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
-        if tf.executing_eagerly() and not (in_update or self.place.is_everywhere):
+        is_alone = in_update or self.place.is_everywhere or self._store.is_together
+        if tf.executing_eagerly() and not is_alone:
             # Another worker may have to read what is there now: it would get parts of both.
-            self._store.meet(self.number, self.name)
+            self._store.meet(f"variable {self.number}", self.name)
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
         if tf.executing_eagerly():
             self.writes += 1

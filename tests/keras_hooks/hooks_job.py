@@ -221,7 +221,9 @@ def train():
         model.fit(
             x, y, batch_size=4, epochs=2, validation_data=(x, y), callbacks=callbacks, verbose=0
         )
-        model.fit(x, y, batch_size=4, epochs=1, verbose=1)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        model.fit(x, y, batch_size=4, epochs=1, callbacks=[swap], verbose=1)
+        model.set_weights(model.get_weights())
         model.train_on_batch(x, y)
         model.test_on_batch(x, y)
         model.predict(x, verbose=0)

@@ -183,11 +183,16 @@ def files(folder, strategy):
     model.train_on_batch(x[:8], np.arange(8) % 3)
     swap = keras.callbacks.SwapEMAWeights()
     swap.set_model(model)
+    swap._swap_variables()
+    found |= {f"swapped/{i}": value for i, value in enumerate(model.get_weights())}
+    swap._finalize_ema_values()
     # The others are at changing averages before the chief has read them.
     late = store.ShareStore.read if strategy is None or not strategy.is_chief else read_late
     with mock.patch.object(store.ShareStore, "read", late):
-        swap._swap_variables()
-    return found | {f"swapped/{i}": value for i, value in enumerate(model.get_weights())}
+        for average in model.optimizer._model_variables_moving_average:
+            average.assign(average.numpy() + 1)
+    model.set_weights([value + 1 for value in model.get_weights()])
+    return found | {f"set/{k}": v for k, v in left(model, {}).items()}
 
 
 def read_late(self, variable, read=store.ShareStore.read):
