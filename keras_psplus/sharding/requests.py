@@ -11,7 +11,7 @@ from typing import Any
 
 
 def is_answered(own: dict[str, Any], rank: int, request: dict[str, Any]) -> bool:
-    """Whether a worker that waits for an answer has it in that to a request of any worker.
+    """Whether an answer to any worker's request is the one that a worker waits for.
 
     Args:
         own: Its own request, without `by`.
