@@ -87,11 +87,12 @@ class FullyShardedEngine(ShardedEngine):
         return None
 
     def _change_all(self, call: Call) -> Any:
-        if isinstance(call.owner, keras.Layer):
-            return super()._change_all(call)
-        # Averages are cut as weights are: each worker computes with its parts.
-        with in_update.raised():
-            return super()._change_all(call)
+        is_of_averages = not isinstance(call.owner, keras.Layer)
+        if is_of_averages and self.plan_of(call.get("optimizer", call.owner)).reason is None:
+            # They are cut as weights are: each worker computes with its parts.
+            with in_update.raised():
+                return super()._change_all(call)
+        return super()._change_all(call)
 
     # A step.
 

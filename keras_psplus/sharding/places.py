@@ -58,9 +58,15 @@ class Place(NamedTuple):
 
     @classmethod
     def of_parts(cls, shape: tf.TensorShape | tuple[int, ...], workers: int) -> Place:
-        """Cuts a tensor of static shape into parts of `ceil(size / workers)` elements."""
-        width = -(-math.prod(shape) // workers)
-        return cls(Cut(tf.TensorShape(shape), (width,), workers))
+        """Cuts a tensor of static shape into parts of `ceil(size / workers)` elements.
+
+        A part of a matrix is a matrix if no row is cut: rows of gradients change whole rows of it.
+        """
+        shape = tf.TensorShape(shape)
+        shard: tuple[int, ...] = (-(-math.prod(shape) // workers),)
+        if shape.rank == 2 and shape[0] % workers == 0:
+            shard = shape[0] // workers, shape[1]
+        return cls(Cut(shape, shard, workers))
 
     @property
     def parts(self) -> Cut:
@@ -82,7 +88,7 @@ class Place(NamedTuple):
     def local_part(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         """A worker's part of a whole value."""
         if self.cut is not None:
-            return self.cut.rows(value)[rank]
+            return tf.reshape(self.cut.rows(value)[rank], self.cut.shard)
         return value if self.owner in (None, rank) else tf.zeros([0], value.dtype)
 
     def holds(self, rank: int) -> bool:

@@ -111,10 +111,18 @@ def layouts(
 
 
 def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:
-    """A worker's part of a gradient of rows, element by element.
+    """A worker's part of a gradient of rows: rows of it, or elements if rows are cut.
 
     What comes twice stays so: Keras squares the rows of a batch one by one.
     """
+    if len(cut.shard) > 1:
+        rows = tf.cast(slices.indices, tf.int64) - rank * cut.shard[0]
+        inside = tf.logical_and(rows >= 0, rows < cut.shard[0])
+        return tf.IndexedSlices(
+            tf.boolean_mask(slices.values, inside),
+            tf.boolean_mask(rows, inside),
+            tf.constant(cut.shard, tf.int64),
+        )
     columns = math.prod(slices.values.shape[1:])
     first = rank * cut.width
     starts = tf.cast(slices.indices, tf.int64) * columns

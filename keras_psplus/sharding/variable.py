@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -163,19 +164,22 @@ class ShareVariable(WrittenVariable):
             # A slice shares the buffer of the whole, and would keep it alive.
             self.part.assign(tf.raw_ops.DeepCopy(x=part), read_value=False)
             return
-        flat = None if value is None else tf.reshape(value, [-1])
-        size, width = self._whole_shape.num_elements(), self.place.cut.width
-        for start in range(0, size, self._piece):
-            end = min(size, start + self._piece)
-            piece = total_of([end - start], None if flat is None else flat[start:end])
-            first, last = (min(max(one - rank * width, 0), width) for one in (start, end))
+        # Elements, or rows if parts consist of them.
+        length, *of_row = self.place.cut.shard
+        rows = None if value is None else tf.reshape(value, [-1, *of_row])
+        size = self._whole_shape.num_elements() // math.prod(of_row)
+        most = max(1, self._piece // math.prod(of_row))
+        for start in range(0, size, most):
+            end = min(size, start + most)
+            piece = total_of([end - start, *of_row], None if rows is None else rows[start:end])
+            first, last = (min(max(one - rank * length, 0), length) for one in (start, end))
             if first < last:
                 tf.raw_ops.ResourceStridedSliceAssign(
                     ref=self.part.handle,
                     begin=[first],
                     end=[last],
                     strides=[1],
-                    value=piece[rank * width + first - start : rank * width + last - start],
+                    value=piece[rank * length + first - start : rank * length + last - start],
                 )
 
     @property

@@ -25,7 +25,7 @@ def exchange_of(given):
 
 
 def test_small_gradients_beside_large_ones_arrive_in_time():
-    exchange, total = exchange_of("int8"), np.zeros(3)
+    exchange, total = exchange_of("int8"), np.zeros((1, 3))
     variable = keras.Variable(np.zeros((2, 3), "float32"))
     gradient = tf.constant([[1.0, 1e-3, -1e-3], [0.0, 0.0, 0.0]])
     for step in range(100):
@@ -33,7 +33,7 @@ def test_small_gradients_beside_large_ones_arrive_in_time():
             [gradient], [variable], [PLACE.cut], [0], tf.constant(step, tf.int64)
         )
         total += part.numpy()
-    np.testing.assert_allclose(total, [100.0, 0.1, -0.1], atol=1 / 127)
+    np.testing.assert_allclose(total, [[100.0, 0.1, -0.1]], atol=1 / 127)
     (traffic,) = exchange.traffic.traffic()
     # Three bytes and a scale for the other worker at each step; six floats by themselves.
     assert (traffic.wire_bytes, traffic.logical_bytes) == (100 * 7, 100 * 24)
@@ -46,7 +46,7 @@ def test_small_changes_of_weights_arrive_in_time(name, error):
     variable = keras.Variable(np.zeros((2, 3), "float32"))
     for step in range(100):
         part = ParameterPart(variable, PLACE, 0)
-        part.assign_add(tf.constant([1e-9, 0.0, -2e-9]))
+        part.assign_add(tf.constant([[1e-9, 0.0, -2e-9]]))
         exchange.gather([part], [0], tf.constant(step, tf.int64))
     # The same twice: the fake launcher has every worker send what this one does.
     np.testing.assert_allclose(variable.numpy(), 2 * [[1e-7, 0.0, -2e-7]], atol=error)
@@ -68,7 +68,7 @@ def test_sums_of_groups_are_summed():
         tf.reshape(tf.range(6.0), [2, 3]),
     )
     (part,) = exchange.scatter([gradient], [variable], [PLACE.cut], [0], tf.constant(0, tf.int64))
-    np.testing.assert_array_equal(part, [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(part, [[0.0, 2.0, 4.0]])
     (traffic,) = exchange.traffic.traffic()
     # Three floats for the other of the group, as many in a ring of two groups.
     assert (traffic.wire_bytes, traffic.between_groups_bytes) == (24, 12)

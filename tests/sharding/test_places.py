@@ -1,6 +1,7 @@
-"""Owners, and rows of gradients element by element."""
+"""Owners, and parts of gradients of rows."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.part_routes import Route
@@ -16,12 +17,15 @@ class Alone:
     all_reduce = staticmethod(tf.identity)
 
 
-def test_parts_of_rows_add_up_to_the_gradient():
+@pytest.mark.parametrize(("workers", "of_each"), [(4, ()), (3, (3,))])
+def test_parts_of_rows_add_up_to_the_gradient(workers, of_each):
     values = tf.random.normal([6, 3])
-    slices = tf.IndexedSlices(values, tf.constant([4, 0, 4, 2, 1, 0]), tf.constant([5, 3]))
-    place = Place.of_parts((5, 3), 4)
-    parts = [sums.part_of_slices(slices, place.cut, rank) for rank in range(4)]
-    assert sum(part.values.shape[0] for part in parts) == 18
+    slices = tf.IndexedSlices(values, tf.constant([4, 0, 4, 2, 1, 0]), tf.constant([6, 3]))
+    # Four workers have each a row and a half.
+    place = Place.of_parts((6, 3), workers)
+    parts = [sums.part_of_slices(slices, place.cut, rank) for rank in range(workers)]
+    assert sum(tf.size(part.values) for part in parts) == 18
+    assert all(part.values.shape[1:] == of_each for part in parts)
     whole = place.cut.whole(tf.stack([tf.convert_to_tensor(part) for part in parts]))
     np.testing.assert_allclose(whole, tf.convert_to_tensor(slices), rtol=1e-6)
 
