@@ -86,19 +86,18 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None) -> Join | None:
     if are_distinct(gradient):
         return summed
     places = _places(gradient)
-    return None if places is None else functools.partial(_by_place, places=places)
+    return functools.partial(_by_place, places=places) if places else None
 
 
-def _places(gradient: tf.Tensor | tf.IndexedSlices | None) -> int | None:
-    """Number of ids that were looked up, if they come from no row."""
+def _places(gradient: tf.Tensor | tf.IndexedSlices | None) -> int:
+    """Number of ids that were looked up, if they come from no row; else 0."""
     if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
-        return None
+        return 0
     ids = gradient.indices
     # Of a replica without rows there are none.
     while ids.shape.num_elements() is None and ids.op.type in _SAME:
         ids = ids.op.inputs[0]
-    number = ids.shape.num_elements()
-    return number if number and stand_ins.are_equal_everywhere([ids]) else None
+    return stand_ins.are_equal_everywhere([ids]) and ids.shape.num_elements() or 0
 
 
 def _by_place(slices: tf.IndexedSlices, places: int) -> tf.IndexedSlices:
@@ -118,10 +117,8 @@ def joined(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlice
     """Gradient of two parts of a batch, as the whole of it would have it."""
     indices = tf.concat([first.indices, second.indices], 0)
     both = tf.IndexedSlices(tf.concat([first.values, second.values], 0), indices, first.dense_shape)
-    if whole_of(first) is None:
-        return both
     join = whole_of(second)
-    return both if join is None else join(both)
+    return both if join is None or whole_of(first) is None else join(both)
 
 
 def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
