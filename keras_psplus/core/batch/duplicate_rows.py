@@ -105,11 +105,13 @@ def _by_place(slices: tf.IndexedSlices, places: int) -> tf.IndexedSlices:
 
     Its other rows are zeros, as a GPU would wait for the host to leave them out.
     """
-    rows = tf.range(tf.size(slices.indices))
+    size = tf.size(slices.indices)
+    rows = tf.range(size)
     first = rows % places
     is_same = tf.reduce_all(tf.gather(slices.indices, first) == slices.indices)
     numbers = tf.where(is_same, first, rows)
-    values = tf.math.unsorted_segment_sum(slices.values, numbers, tf.size(rows))
+    # Grappler would take the size of `rows` for 0, behind a loop that begins with none.
+    values = tf.math.unsorted_segment_sum(slices.values, numbers, size)
     return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
