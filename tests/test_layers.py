@@ -65,7 +65,7 @@ FOLDERS = {
         *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "kernels"),
     ],
     "core": [
-        *("jobs", "base", "state", "data", "gradient_path", "graph", "plan", "batch", "backup"),
+        *("jobs", "base", "state", "data", "graph", "plan", "batch", "gradient_path", "backup"),
         "models",
         *("strategy_base", "strategy_engine", "distributed_engine"),
     ],

@@ -14,7 +14,7 @@ from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
 from keras_psplus.compression import methods
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.tf_internals import distribute_utils
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -185,13 +185,13 @@ class GradientReducer:
         with ops.device(self._launchers[replica]._device):
             grads = list(grads)
             in_rows = [i for i, one in enumerate(grads) if isinstance(one, tf.IndexedSlices)]
-            # So they are in one process, of the rows of all replicas.
-            are_distinct = [i for i in in_rows if duplicate_rows.are_distinct(grads[i])]
+            # As they are in one process, of the rows of all replicas.
+            joins = {i: duplicate_rows.whole_of(grads[i]) for i in in_rows}
             for i in in_rows:
                 grads[i] = duplicate_rows.summed_for(owner, grads[i])
             sums = self._sums(owner, kind)[replica](grads, variables, step)
-            for i in are_distinct:
-                sums[i] = duplicate_rows.summed(sums[i])
+            for i, join in joins.items():
+                sums[i] = sums[i] if join is None else join(sums[i])
             return sums
 
     def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import Variable, ops
 from keras_psplus.tables import local, row_variable
 from keras_psplus.updates.values import numbers_of

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.tables import prefetch

@@ -155,6 +155,9 @@ class DynamicEmbedding(keras.layers.Layer):
 
         def lookup(flat: tf.Tensor) -> tf.Tensor:
             keys = to_keys(flat, self.name)
+            if table is None:
+                # It is made once Keras has called the model for its shapes.
+                return tf.zeros([tf.size(keys), self.dim], self.compute_dtype)
             rows = table.lookup_keys(tf.reshape(keys, [-1]), trains)
             return tf.cast(rows, self.compute_dtype)
 

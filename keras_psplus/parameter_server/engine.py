@@ -12,9 +12,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core import gradient_path
-from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
-from keras_psplus.core.batch import losses
+from keras_psplus.core.batch import duplicate_rows, losses
 from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _INTEGERS = tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32
@@ -80,7 +81,8 @@ def streams(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
         uint64 tensor of shape `(len(keys), count)`.
     """
     start = mix(mixed(keys) + _u64(mix_number(seed % 2**64)))
-    steps = tf.constant([(_GOLDEN * i) % 2**64 for i in range(1, count + 1)], tf.uint64)
+    # In a graph, TensorFlow would take a list of such numbers for floats, and round them.
+    steps = np.array([(_GOLDEN * i) % 2**64 for i in range(1, count + 1)], np.uint64)
     return mix(start[:, tf.newaxis] + steps)
 
 

@@ -116,11 +116,14 @@ class _Dense:
 
 
 class _Rows:
-    """Rows of embeddings' gradients, one after the other, as one batch would have them."""
+    """Rows of embeddings' gradients, one after the other, as one batch would have them.
+
+    Those that a batch has once (of positions, or of sparse ids), a larger one has once as well.
+    """
 
     def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
-        wide = _wide(form.dtype)
+        self._join, wide = form.join, _wide(form.dtype)
         self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
         self._indices = states.variable(f"{name} indices", [None], form.index_dtype)
 
@@ -143,7 +146,8 @@ class _Rows:
         values, indices = self._with(part)
         values = tf.math.divide_no_nan(values, tf.cast(rows, values.dtype))
         shape = tf.constant(self._shape, indices.dtype)
-        return tf.IndexedSlices(tf.cast(values, self._dtype), indices, shape)
+        slices = tf.IndexedSlices(tf.cast(values, self._dtype), indices, shape)
+        return slices if self._join is None else self._join(slices)
 
     def clear(self) -> None:
         self._values.assign(tf.zeros([0, *self._shape[1:]], self._values.dtype), read_value=False)

@@ -24,10 +24,12 @@ class Form(NamedTuple):
     Attributes:
         dtype: Its dtype.
         index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
+        join: What makes a larger batch's rows of several gradients', or None for nothing.
     """
 
     dtype: tf.DType
     index_dtype: tf.DType | None
+    join: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
 
 
 class States(Protocol):

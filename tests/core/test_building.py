@@ -57,3 +57,13 @@ def test_a_step_that_cannot_be_traced_is_said_where_the_call_has_built(caplog, m
 def test_nothing_built_is_the_error_of_the_step():
     with pytest.raises(ValueError, match="no graph of this step"):
         built(Own(has_call=False), fails)
+
+
+def test_a_variable_that_cannot_be_made_is_its_own_error():
+    def refuse(shape, dtype=None):
+        raise ValueError("no such values")
+
+    model = Own()
+    model.used = keras.layers.Dense(1, kernel_initializer=refuse)
+    with pytest.raises(ValueError, match="no such values"):
+        built(model, fails)

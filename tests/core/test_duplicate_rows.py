@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 
 
 def slices(dtype="float32"):
@@ -95,6 +95,58 @@ def test_distinct_ids_are_known_by_how_they_were_made(eager):
     tf.function(look).get_concrete_function(tf.TensorSpec([3], tf.int64))
     distinct = {name: True for name in ("unique", "same", "some")}
     assert found == {**distinct, "positions": None, "two": None, "any": None}
+
+
+@tf.function
+def tables(x, table):
+    """Gradients of two parts of a batch, and of one, by rows of ids of several origins."""
+    places = tf.range(tf.shape(x)[1])
+    distances = tf.constant([[0, 1, 2], [1, 0, 1]])
+    lookups = {
+        "places": lambda x: tf.reduce_sum(x[..., tf.newaxis] * tf.gather(table, places)),
+        "distances": lambda x: tf.einsum("bi,jid->", x, tf.gather(table, distances)),
+        "rows": lambda x: tf.reduce_sum(tf.gather(table, tf.cast(x, tf.int32))),
+    }
+    found = {}
+    for name, lookup in lookups.items():
+        with tf.GradientTape(persistent=True) as tape:
+            parts = [lookup(x[:2]), lookup(x[2:]), lookup(x)]
+        found[name] = [tape.gradient(part, table) for part in parts]
+    return {
+        name: (joined_twice(first, second), whole) for name, (first, second, whole) in found.items()
+    }
+
+
+def joined_twice(first, second):
+    """With a third part, of zeros."""
+    zeros = tf.IndexedSlices(0.0 * second.values, second.indices, second.dense_shape)
+    return duplicate_rows.joined(duplicate_rows.joined(first, second), zeros)
+
+
+def test_ids_that_are_of_no_row_are_looked_up_once():
+    table = tf.Variable(np.arange(8.0).reshape(4, 2), dtype="float32")
+    x = tf.constant([[0.0, 1, 2], [2, 2, 1], [3, 0, 0]])
+    for name, (joined, whole) in tables(x, table).items():
+        for function in (lambda values: values, tf.square):
+            sums = [
+                tf.math.unsorted_segment_sum(function(one.values), one.indices, 4)
+                for one in (joined, whole)
+            ]
+            np.testing.assert_allclose(*sums, rtol=1e-6, err_msg=name)
+
+
+def test_equal_places_with_other_ids_are_not_added_up():
+    @tf.function
+    def both():
+        first, second = (
+            tf.IndexedSlices(tf.ones([2, 1]), tf.constant(ids), tf.constant([3, 1]))
+            for ids in ([0, 1], [0, 2])
+        )
+        return duplicate_rows.joined(first, second)
+
+    found = both()
+    np.testing.assert_array_equal(found.values[:, 0], [1, 1, 1, 1])
+    np.testing.assert_array_equal(found.indices, [0, 1, 0, 2])
 
 
 def test_rows_that_are_distinct_are_not_summed_again():

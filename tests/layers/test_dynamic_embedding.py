@@ -101,6 +101,27 @@ def test_slots_of_a_file_go_with_its_keys(tmp_path):
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-6)
 
 
+class Subclassed(keras.Model):
+    """A model whose layers are built when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = psp.layers.DynamicEmbedding(2, combiner="mean", name="t")
+        self.out = keras.layers.Dense(1)
+
+    def call(self, ids, training=False):
+        return self.out(self.table(ids, training=training))
+
+
+def test_a_model_is_built_by_its_shapes_as_under_a_strategy():
+    model, ids = Subclassed(), np.arange(6).reshape(2, 3)
+    model.compile("sgd", "mse")
+    model._symbolic_build(data_batch=(ids, np.ones((2, 1))))
+    assert model.out.kernel.shape == (2, 1)
+    model.fit(ids, np.ones((2, 1)), verbose=0)
+    assert model.table.keys.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_keys_may_be_at_the_ends_of_all_integers():
     table = layer()
     assert np.isfinite(table(np.array([2**63 - 1, -(2**63) + 2]))).all()

@@ -445,6 +445,26 @@ def embeddings_of_several_widths():
     return model, results | {f"predict/{name}": value for name, value in predicted.items()}
 
 
+class Positions(keras.layers.Layer):
+    """Adds rows for the places of tokens, and mixes tokens by rows for their distances."""
+
+    def build(self, shape):
+        self.places, self.distances = (keras.layers.Embedding(7, shape[-1]) for _ in range(2))
+        self.between = np.abs(np.arange(7)[:, None] - np.arange(7))
+
+    def call(self, x):
+        mixed = keras.ops.einsum("ijd,bjd->bid", self.distances(self.between), x)
+        return mixed + self.places(keras.ops.arange(keras.ops.shape(x)[1]))
+
+
+@case
+def positions_of_tokens():
+    """Looked up once for a batch in one process, as Adam's squares of rows show."""
+    layers = [keras.layers.Embedding(30, 6), Positions(), keras.layers.GlobalAveragePooling1D()]
+    model = compiled([*layers, keras.layers.Dense(3)], keras.optimizers.Adam(0.01))
+    return trained(model, *tokens(41), **numpy_defaults(batch_size=20))
+
+
 @case
 def masked_sequence_loss():
     x, _ = tokens()

@@ -59,7 +59,7 @@ MUCH_THE_SAME = [
     "early_stopping_and_plateau",
     # The chief reads the data, as one process does.
     *("maps_of_own_rows", "on_batch_and_predict_of_ragged_and_sparse_rows"),
-    *("fit_of_ragged_and_sparse_rows", "perplexity_of_keras_hub"),
+    *("fit_of_ragged_and_sparse_rows", "perplexity_of_keras_hub", "positions_of_tokens"),
 ]
 # Of these, variables in shards or the steps of two workers have all that whole ones have.
 SHARDED_OR_SYNCHRONOUS = [
@@ -87,7 +87,7 @@ SYNCHRONOUS = [
     "steps_per_execution",
     "regularisers_and_constraint",
     "convolutions_of_single_rows",
-    "embeddings_of_several_widths",
+    *("embeddings_of_several_widths", "positions_of_tokens"),
     "mixed_precision_skips_overflow",
     "own_loss_with_an_empty_replica",
     *("losses_in_metrics", "logs_of_metrics", "perplexity_of_keras_hub"),
@@ -100,7 +100,7 @@ SYNCHRONOUS_SHARDED = [
 PIPELINE = [
     *("last_batch_of_one_row", "dataset_of_unknown_length", "on_batch", "logs_of_every_batch"),
     *("moving_average_after_skipped_steps", "much_at_once", "evaluate_and_predict"),
-    "grain_dataset",
+    *("grain_dataset", "positions_of_tokens"),
 ]
 # Two pipelines on four devices: what one does here as well is run here alone.
 PIPELINES = [

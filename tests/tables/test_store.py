@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.tables import initial_rows, policies
-from keras_psplus.tables.keys import blocks_of, mixed
+from keras_psplus.tables.keys import blocks_of, mix_number, mixed, streams
 from keras_psplus.tables.rows import chunks
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.snapshot import living
@@ -146,3 +146,13 @@ def test_keys_of_one_pattern_are_spread():
     hashes = mixed(tf.range(0, 1 << 44, 1 << 32, dtype=tf.int64))
     counts = np.bincount(blocks_of(hashes).numpy() % 4)
     assert counts.min() > 0.8 * counts.max()
+
+
+def test_streams_are_the_same_in_graphs_and_outside():
+    keys = [5, -3, 2**61]
+    steps = [0x9E3779B97F4A7C15 * i for i in (1, 2, 3)]
+    starts = [mix_number(mix_number(key % 2**64) + mix_number(7)) for key in keys]
+    expected = [[mix_number((start + step) % 2**64) for step in steps] for start in starts]
+    for make in streams, tf.function(streams):
+        found = make(tf.constant(keys, tf.int64), 7, 3)
+        assert found.numpy().tolist() == expected

@@ -14,6 +14,7 @@ from keras_psplus.core.base.optimizers import (
     unwrapped,
     variables_of_apply,
 )
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
 from keras_psplus.updates.accumulation import forms_of
 from keras_psplus.updates.base import Context
@@ -65,9 +66,11 @@ class MirroredUpdates:
             group_sums = None
             if self._strategy().extended.levels is not None:
                 group_sums = functools.partial(self._group_sums, weakref.ref(unwrapped(optimizer)))
-            context = Context(
-                states, name, forms_of(grads), variables, parts, averaged, sums, group_sums
-            )
+            joins = [
+                duplicate_rows.summed if duplicate_rows.are_distinct(g) else None for g in grads
+            ]
+            forms = [form and form._replace(join=j) for form, j in zip(forms_of(grads), joins)]
+            context = Context(states, name, forms, variables, parts, averaged, sums, group_sums)
             units[key] = self.policy.on_replica(context)
         units[key].on_gradients(step, grads, variables, lambda g, v: original(optimizer, g, v))
         return None

@@ -191,9 +191,22 @@ def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None) -> bool:
     It is if it was computed of those and of nothing that may differ from replica to replica: rows
     of a batch, random numbers, what a function of the graph has done. False where that is not sure.
     """
-    ends = set().union(*(call._ops for call in calls))
+    ends, met = set().union(*(call._ops for call in calls)), set[int]()
+    return are_equal_everywhere(_leaves(gradient), ends, met) and bool(met)
+
+
+def are_equal_everywhere(
+    tensors: Sequence[tf.Tensor], ends: Collection[int] = (), met: set[int] | None = None
+) -> bool:
+    """Whether tensors surely have the same values on all replicas, as constants and variables do.
+
+    Args:
+        tensors: Symbolic or eager tensors.
+        ends: Ids of operations of which that is known.
+        met: Set that those of `ends` are added to of which the tensors were computed.
+    """
     callers: dict[int, list[tf.Operation]] = {}
-    found, seen, waiting = False, set(), _leaves(gradient)
+    seen, waiting = set[int](), [*tensors]
     while waiting:
         tensor = waiting.pop()
         if isinstance(tensor, framework_ops.EagerTensor) or id(tensor) in seen:
@@ -201,7 +214,8 @@ def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None) -> bool:
         seen.add(id(tensor))
         op, graph = tensor.op, _graph_of_call(tensor.op)
         if id(op) in ends:
-            found = True
+            if met is not None:
+                met.add(id(op))
         elif graph is not None:
             callers.setdefault(id(graph), []).append(op)
             waiting.append(graph.outputs[tensor.value_index])
@@ -214,7 +228,7 @@ def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None) -> bool:
             waiting += given
         else:
             waiting += op.inputs
-    return found
+    return True
 
 
 def _graph_of_call(op: tf.Operation) -> tf.Graph | None:

@@ -116,6 +116,9 @@ class Builder:
         try:
             model._symbolic_build(data_batch=batch)
         except Exception as error:
+            if any(variable._value is None for variable in model.variables):
+                # It could not be made, as with a layout that does not fit: a step would say less.
+                raise
             failed = error
         if failed is None and not _unbuilt(model):
             return

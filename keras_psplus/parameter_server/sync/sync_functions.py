@@ -14,9 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base import duplicate_rows
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
@@ -98,11 +98,11 @@ class SyncFunctions:
         values = [variable._value for variable in variables]
         found = zip(gradients if made is None else made, values)
         # Copies that are sent do not show it any more.
-        distinct = {id(value) for one, value in found if duplicate_rows.are_distinct(one)}
+        joins = {id(value): duplicate_rows.whole_of(one) for one, value in found}
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
             pairs = self._context.push(inner, gradients, values)
-            sums = aggregation.add(pairs, stamp, prefix, after, distinct)
+            sums = aggregation.add(pairs, stamp, prefix, after, joins)
         return HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
 
     def _make(self, step: TracedStep) -> SyncFunction:

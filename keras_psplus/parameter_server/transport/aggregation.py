@@ -5,12 +5,12 @@ stamp of the present attempt at a step and drop those with an earlier one. Rows 
 in queues and stay separate, as an optimizer receives them in one process.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
@@ -26,8 +26,7 @@ class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
 
     Its name is that of the resource on the server of its target, a variable or shard. With
-    `has_rows` it consists of `tf.IndexedSlices`, which are `are_distinct` if no worker's has a row
-    twice: neither has the sum.
+    `has_rows` it consists of `tf.IndexedSlices`, of which `join` makes those of the whole batch.
     """
 
     name: str
@@ -35,7 +34,7 @@ class GradientSum(NamedTuple):
     has_rows: bool
     dtype: tf.DType
     index_dtype: tf.DType | None
-    are_distinct: bool = False
+    join: duplicate_rows.Join | None = None
 
     @property
     def wide(self) -> tf.DType:
@@ -115,7 +114,7 @@ class GradientSum(NamedTuple):
             indices,
             tf.constant(self.target.shape.as_list(), indices.dtype),
         )
-        return duplicate_rows.summed(slices) if self.are_distinct else slices
+        return slices if self.join is None else self.join(slices)
 
     def release(self, stamp: tf.Tensor, count: tf.Tensor) -> None:
         """Adds zeros instead of gradients that will not come, so that nobody waits for them."""
@@ -168,7 +167,7 @@ def add(
     stamp: tf.Tensor,
     prefix: str,
     after: Callable[[tf.Variable], Sequence[tf.Operation]] = lambda target: (),
-    distinct: Collection[int] = (),
+    joins: Mapping[int, duplicate_rows.Join | None] | None = None,
 ) -> list[Sequence[GradientSum] | None]:
     """Adds gradients that have been brought to their variables' servers.
 
@@ -178,7 +177,7 @@ def add(
         stamp: Int64 scalar, the number of the attempt.
         prefix: Of the resources' names.
         after: Function of a variable or shard: operations that its gradient is added after.
-        distinct: Ids of the variables of which no worker's gradient has a row twice.
+        joins: By ids of variables, `duplicate_rows.whole_of` their gradients.
 
     Returns:
         For each pair a list of one `GradientSum`, the `ShardParts` of a sharded variable, or None.
@@ -203,7 +202,7 @@ def add(
                 has_rows,
                 part.dtype,
                 part.indices.dtype if has_rows else None,
-                id(variable) in distinct,
+                (joins or {}).get(id(variable)),
             )
             with tf.control_dependencies(after(target)):
                 one.add(part, stamp)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.core.base import duplicate_rows
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.state.worker_state import WorkerStates
 from keras_psplus.parameter_server.state.worker_variables import read_state

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.tf_internals import record
 
@@ -94,11 +95,7 @@ def add(total: Any, gradient: Any) -> Any:
     if total is None or gradient is None:
         return gradient if total is None else total
     if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([total.values, gradient.values], 0),
-            tf.concat([total.indices, gradient.indices], 0),
-            total.dense_shape,
-        )
+        return duplicate_rows.joined(total, gradient)
     added = tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
     # TensorFlow makes one sum of sums, with all micro-batches' gradients in memory at once, but
     # not across a change of shape.
