@@ -2,6 +2,7 @@
 
 KeyedVariable    what Keras, layers and optimizers hold; of no rows, as far as shapes go
 KeyedValue       its value, by which rows are looked up: `LocalTable`, or one on servers
+Checkpointed     part of such values: what `tf.train.Checkpoint` has of them
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from keras_psplus.keras_internals.keras_parts import backend
 from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.snapshot import Snapshot
 from keras_psplus.tf_internals import framework_ops as ops
+
+# Of a slot, in a checkpoint.
+_ROWS = "rows"
 
 
 @runtime_checkable
@@ -48,6 +52,23 @@ class KeyedValue(Protocol):
 
     def write_rows(self, rows: np.ndarray) -> None:
         """Sets the rows of the table or slot, in the order of their keys."""
+
+
+class Checkpointed:
+    """Has `tf.train.Checkpoint` write and read the keys with the rows of a `KeyedValue`."""
+
+    def _serialize_to_tensors(self: Any) -> dict[str, tf.Tensor]:
+        if self.slot:
+            return {_ROWS: tf.constant(self.read_rows())}
+        arrays = self.read_snapshot().arrays()
+        return {name: tf.constant(array) for name, array in arrays.items()}
+
+    def _restore_from_tensors(self: Any, restored_tensors: dict[str, tf.Tensor]) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in restored_tensors.items()}
+        if self.slot:
+            self.write_rows(arrays[_ROWS])
+        else:
+            self.write_snapshot(Snapshot.of_arrays(arrays, self.spec["dim"], self.spec["name"]))
 
 
 class TableShape(tuple[int, ...]):

@@ -77,6 +77,47 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
+def test_a_checkpoint_has_the_keys(tmp_path):
+    models = []
+    for ids in (KEYS[:4], KEYS[1:]):
+        ids_in = keras.Input((2,), dtype="int64")
+        table = layer(combiner="sum", admit=psp.tables.Count(2), name="t")
+        model = keras.Model(ids_in, keras.layers.Dense(1)(table(ids_in)))
+        model.compile("adam", "mse")
+        for some in (ids, ids, ids[::-1] + 1):
+            model.train_on_batch(some.reshape(2, 2), np.ones([2, 1]))
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        models.append((model, table, checkpoint))
+    (one, table, checkpoint), (other, copy, again) = models
+    again.restore(checkpoint.save(tmp_path / "checkpoint")).assert_consumed()
+    np.testing.assert_array_equal(copy.keys, table.keys)
+    assert len(copy._snapshot().candidates) == 4
+    for a, b in zip(
+        [*one.weights, *one.optimizer.variables],
+        [*other.weights, *other.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_step_of_an_earlier_optimizer_is_refused():
+    ids = keras.Input((2,), dtype="int64")
+    table = layer(combiner="sum")
+    rows = table(ids)
+    models = [keras.Model(ids, keras.layers.Dense(1)(rows)) for _ in range(2)]
+    x, y = KEYS[[[0, 1], [1, 2]]], np.ones([2, 1])
+    for model, optimizer in zip(models, ("adam", "sgd")):
+        model.compile(optimizer, "mse")
+        model.train_on_batch(x, y)
+    before = table.table.numpy()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Compile the model again before it"):
+        models[0].train_on_batch(x, y)
+    np.testing.assert_array_equal(table.table.numpy(), before)
+    models[0].compile("adam", "mse")
+    models[0].train_on_batch(x, y)
+    assert table.counts()[0].tolist() == [3, 3, 3]
+
+
 def test_slots_of_a_file_go_with_its_keys(tmp_path):
     class Model(keras.Model):
         def __init__(self):
