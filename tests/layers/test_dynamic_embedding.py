@@ -223,9 +223,47 @@ def test_weights_are_set_for_the_keys_that_there_are():
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
     with pytest.raises(ValueError, match="is not compatible with provided weight"):
         model.set_weights([np.zeros((12, 5), "float32")])
+    layer, counts = model.layers[0], model.layers[0].counts()
     model.fit(x + 100, np.ones((4, 3, 4)), verbose=0)
-    with pytest.raises(ValueError, match="Received: "):
-        model.set_weights(before)
+    with pytest.raises(ValueError, match="load a file that.*Received: an array of shape"):
+        model.set_weights([before[0] + 0])
+    # They know their keys.
+    model.set_weights(before)
+    assert layer.keys.tolist() == x.ravel().tolist()
+    np.testing.assert_array_equal(layer.table.numpy(), before[0])
+    assert layer.counts()[0].max() == 1 and counts[0].max() == 2
+    model.fit(x, np.ones((4, 3, 4)), verbose=0)
+
+
+def test_early_stopping_goes_back_to_earlier_keys(tmp_path):
+    ids, losses = np.arange(54).reshape(18, 3), np.repeat([[3.0], [1], [2], [4], [5], [6]], 3, 0)
+    data = tf.data.Dataset.from_tensor_slices((ids, losses)).batch(3)
+
+    class BreakOff(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 3:
+                raise InterruptedError
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(1)
+        with psp.HybridStrategy().scope():
+            layers = [keras.Input((3,), dtype="int64"), layer(), keras.layers.Flatten()]
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile("adam", lambda y, outputs: tf.cast(y, tf.float32) + 0 * outputs)
+        stop = keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True)
+        callbacks = [stop, *callbacks]
+        model.fit(data, steps_per_epoch=1, epochs=6, verbose=0, callbacks=callbacks)
+        return model.layers[0]
+
+    expected = train()
+    assert expected.keys.tolist() == list(range(18))
+    # The backup has the keys of the best epoch, and those of the last.
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(InterruptedError):
+        train(backup, BreakOff())
+    found = train(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
+    np.testing.assert_array_equal(found.keys, expected.keys)
+    np.testing.assert_allclose(found.table.numpy(), expected.table.numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("argument", ["cache", "updates"])
