@@ -12,7 +12,10 @@ def test_rows_stay_while_they_get_more_memory(monkeypatch):
     monkeypatch.setattr(chunks, "_FIRST_BYTES", 1 << 18)
     monkeypatch.setattr(chunks, "_LEAST_ROWS", 16)
     monkeypatch.setattr(chunks, "MOST_ROWS", 1 << 16)
-    rows, values = chunks.ChunkedRows(SHAPE[1], tf.float32), np.random.default_rng(0).random(SHAPE)
+    rows, values = (
+        chunks.ChunkedRows(SHAPE[1], tf.float32),
+        np.random.default_rng(0).random((SHAPE[0] + 1, SHAPE[1])),
+    )
 
     @tf.function(autograph=False)
     def add(first, values):
@@ -25,7 +28,7 @@ def test_rows_stay_while_they_get_more_memory(monkeypatch):
 
     sizes, first = [], 0
     # One of them is for more than what comes next.
-    for end in (1, 200, 256, 257, 1000, 1025, 5000, SHAPE[0]):
+    for end in (1, 200, 256, 257, 1000, 1025, 5000, SHAPE[0], SHAPE[0] + 1):
         add(tf.constant(first), tf.constant(values[first:end], tf.float32))
         np.testing.assert_array_equal(
             rows.sparse_read(tf.range(end)), values[:end].astype(np.float32)
@@ -33,6 +36,6 @@ def test_rows_stay_while_they_get_more_memory(monkeypatch):
         sizes.append(memory())
         first = end
     # A small one, which is replaced until it is as large as the first chunk is to be.
-    assert sizes[0] == sizes[2] == [256] and sizes[4] == [256, 1024]
-    assert sizes[6] == [0, 0, 4096, 16384]
+    assert sizes[0] == sizes[2] == [256] and sizes[4] == [0, 2048]
+    assert sizes[6] == [0, 0, 16384] and sizes[8] == [0, 0, 16384, 16384]
     assert len(rows._ends) > len(sizes[-1])

@@ -7,7 +7,7 @@ Each chunk is as large as all before it.
 
 The operating system gives a chunk memory page by page, where it is first written. TensorFlow counts
 all of it, and a model may have hundreds of tables: in the place of the first chunk there is a small
-one, which is copied into one of four times its size when it is full, until that has `n` rows.
+one, which is copied into one of eight times its size when it is full, until that has `n` rows.
 """
 
 import functools
@@ -22,7 +22,7 @@ from keras_psplus.tf_internals import resource_variable_ops
 _INT = tf.int32
 _FIRST_BYTES, _LEAST_ROWS = 1 << 26, 1 << 10
 # Of the first chunk, by powers of two, what there is in its place.
-_SMALLER = 6, 4, 2
+_SMALLER = 6, 3
 MOST_ROWS = 1 << 30
 _numbers = itertools.count()
 
@@ -152,9 +152,9 @@ def _functions(
         def take_over(i: tf.Tensor) -> int:
             rows = tf.range(tf.gather(room, i - 1))
             values = _read_from(tf.gather(handles, i - 1), rows, dtype, columns)
-            _write_to(tf.gather(handles, i), rows, values)
-            # Not the last one, which somebody may be reading.
-            tf.cond(i > 1, lambda: give(i - 2, tf.constant(0)), tf.no_op)
+            # Nobody reads rows beside an update that adds some.
+            with tf.control_dependencies([_write_to(tf.gather(handles, i), rows, values)]):
+                give(i - 1, tf.constant(0))
             return 0
 
         def make_one(i: tf.Tensor) -> tf.Tensor:
