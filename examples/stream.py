@@ -3,21 +3,24 @@
     python examples/stream.py
     python examples/stream.py --hashed 3000
     keras-psplus run --workers 2 --chief=false --ps 2 --strategy hybrid examples/stream.py
+    python examples/stream.py --backup stream_backup
     python examples/stream.py --look stream_tables
 
 Each hour has new items, and items that are not seen any more. The model is tested on an hour's
 clicks before it trains on them, which gives an area under the curve for each hour. Rows of items
 that nobody has seen for six hours expire, so that the tables do not grow with time. While it
 trains, its tables are published; the last command, in another process, shows what one that serves
-has.
+has. With `--backup FOLDER`, a run that was killed goes on where it was, once it is started again.
 
 `--hashed ROWS` is the same model with ids modulo a number of rows, in tables of a fixed size:
 items share rows there, and a new item begins with what an old one has left.
 
-An hour's clicks are a function of its number, as what is read from a log at an offset.
+An hour's clicks are a function of its number, as what is read from a log at an offset. An epoch is
+an hour: a backup has the offset, which is the number of the epoch and that of the batch.
 """
 
 import argparse
+import functools
 
 import keras
 import numpy as np
@@ -34,7 +37,8 @@ def as_ids(numbers):
     )
 
 
-def clicks(hour):
+@functools.lru_cache(2)
+def clicks_at(hour):
     """Ids of items and users of an hour of the stream, and whether they clicked."""
     random = np.random.default_rng(1000 + hour)
     born = random.integers(max(0, hour - LIVES + 1), hour + 1, CLICKS)
@@ -45,6 +49,51 @@ def clicks(hour):
     taste = np.random.default_rng(1).normal(size=USERS)[users]
     clicked = random.random(CLICKS) < 1 / (1 + np.exp(-1.5 * quality - 0.5 * taste))
     return {"item": as_ids(items), "user": as_ids(users)}, clicked.astype("float32")
+
+
+class Stream(keras.utils.PyDataset):
+    """Batches of the present hour, which `ByTime` sets."""
+
+    hour = 0
+
+    def __len__(self):
+        return CLICKS // BATCH
+
+    def __getitem__(self, index):
+        x, y = clicks_at(self.hour)
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return {name: ids[part] for name, ids in x.items()}, y[part]
+
+
+class ByTime(keras.callbacks.Callback):
+    """Has epochs be hours of the stream, and tests the model on the next one.
+
+    Args:
+        stream: The `Stream`.
+    """
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream, self.areas = stream, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # Also in the middle of an hour, and without reading those before.
+        self.stream.hour = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch + 1 < self.params["epochs"]:
+            tested = self.model.evaluate(
+                *clicks_at(epoch + 1), batch_size=BATCH, verbose=0, return_dict=True
+            )
+            self.areas.append(tested["auc"])
+
+    def state_dict(self):
+        """State for a backup."""
+        return {"areas": self.areas}
+
+    def load_state_dict(self, state):
+        """Takes what `state_dict` has returned in the process before."""
+        self.areas = list(state["areas"])
 
 
 def build(hashed):
@@ -70,6 +119,7 @@ def main():
     parser.add_argument("--hours", type=int, default=24)
     parser.add_argument("--hashed", type=int, default=0, metavar="ROWS")
     parser.add_argument("--folder", default="stream_tables", help="where tables are published")
+    parser.add_argument("--backup", metavar="FOLDER", help="from which a killed run goes on")
     parser.add_argument("--look", metavar="FOLDER", help="show the published tables, and end")
     args = parser.parse_args()
     if args.look:
@@ -77,19 +127,22 @@ def main():
         print(f"stream: items={len(reader)} version={reader.version} step={reader.step}")
         return
     keras.utils.set_random_seed(0)
-    strategy = psp.strategy_from_env()
+    # In one process, too: its backups have the place in the stream.
+    strategy = psp.strategy_from_env("hybrid")
     with strategy.scope():
         model = build(args.hashed)
-    publish = [] if args.hashed else [psp.callbacks.PublishTables(args.folder, every=8)]
-    areas = []
-    for hour in range(args.hours):
-        x, y = clicks(hour)
-        if hour:
-            areas.append(model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["auc"])
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=publish)
+    stream = Stream()
+    by_time = ByTime(stream)
+    callbacks = [by_time]
+    if not args.hashed:
+        callbacks.append(psp.callbacks.PublishTables(args.folder, every=8))
+    if args.backup:
+        callbacks.append(keras.callbacks.BackupAndRestore(args.backup, save_freq=8))
+    model.fit(stream, epochs=args.hours, shuffle=False, verbose=0, callbacks=callbacks)
+    areas = by_time.areas
     quarters = [f"{np.mean(part):.3f}" for part in np.array_split(areas, 4)]
     print(f"area under the curve by quarters of the time: {' '.join(quarters)}")
-    rows = 2 * args.hashed or sum(len(model.get_layer(f"{n}_table").keys) for n in x)
+    rows = 2 * args.hashed or sum(len(model.get_layer(f"{n}_table").keys) for n in ("item", "user"))
     late = np.mean(areas[len(areas) // 2 :])
     print(f"stream: auc={late:.3f} first={areas[0]:.3f} rows={rows}")
 

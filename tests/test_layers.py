@@ -100,7 +100,7 @@ FOLDERS = {
         ),
         *("engine", "full_engine"),
     ],
-    "serving": ["frozen_table", "export"],
+    "serving": ["frozen_table", "outside_table", "export"],
     "tensor_parallel": [
         *("mesh", "late_gathers", "group", "variable", "regions", "rules"),
         *("layer_calls", "plan", "extended", "engine", "strategy"),

@@ -6,8 +6,9 @@ export_model   `keras.Model.export`, which comes to the same for a model with dy
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,13 +21,17 @@ from keras_psplus.engine import Call
 from keras_psplus.files import atomic
 from keras_psplus.keras_internals.keras_parts import io_utils
 from keras_psplus.serving.frozen_table import FrozenTable
+from keras_psplus.serving.outside_table import OutsideTable, keys_of
 from keras_psplus.tables.row_variable import is_keyed
 
 _FORMAT = "tf_saved_model"
 
 
 def export(
-    model: keras.Model, folder: str | os.PathLike[str], signature: Sequence[Any] | None = None
+    model: keras.Model,
+    folder: str | os.PathLike[str],
+    signature: Sequence[Any] | None = None,
+    outside: Collection[str] = (),
 ) -> None:
     """Writes a SavedModel that TensorFlow alone loads, with its dynamic tables.
 
@@ -41,9 +46,13 @@ def export(
         folder: Path of the SavedModel.
         signature: List of `tf.TensorSpec`, one for each argument of the model's call, for a model
             that is neither functional nor sequential.
+        outside: Names of tables, such as `"items/table"`, that are too large for one process and
+            stay outside: behind its inputs, the exported model takes keys and their rows for each
+            of them, in the model's order. Its endpoint and signature `keys` has the keys that
+            inputs need.
 
     Raises:
-        ValueError: If the model is not built, or the signature is needed.
+        ValueError: If the model is not built, has no such table, or the signature is needed.
 
     Example:
 
@@ -53,7 +62,7 @@ def export(
     print(loaded.serve(tf.constant([[17, 2**40]])))
     ```
     """
-    inputs = _inputs_of(model, signature)
+    inputs, names = _inputs_of(model, signature), _checked_outside(model, outside)
     strategy = model.distribute_strategy
     engine = getattr(strategy, "engine", None)
     if engine is not None and not strategy.is_chief:
@@ -67,7 +76,7 @@ def export(
         if engine is not None:
             writing = model_saving.written(strategy, folder, makes_folders=True)
         with writing as path:
-            _save(model, inputs, path)
+            _save(model, inputs, path, names)
 
     # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
@@ -97,23 +106,65 @@ def export_model(call: Call) -> Any:
     return None
 
 
-def _save(model: keras.Model, inputs: tuple[Any, list[Any]], path: str) -> None:
+def _save(
+    model: keras.Model, inputs: tuple[Any, list[Any]], path: str, names: Collection[str]
+) -> None:
     structure, specs = inputs
-    module = tf.Module()
-    with model_saving.with_copies(model, _copied) as values:
-        module.values, module.resources = values, _resources_of(model)
+    module, outside = tf.Module(), list[OutsideTable]()
+
+    def copied(variable: keras.Variable) -> Any:
+        value: Any = variable._value
+        if not is_keyed(variable):
+            return model_saving.copied(variable)
+        if variable.path not in names:
+            return FrozenTable(value.spec, value.read_snapshot())
+        outside.append(OutsideTable(value.spec))
+        return outside[-1]
+
+    def predicted(flat: Sequence[Any]) -> Any:
+        if structure is None:
+            return model(*flat, training=False)
+        return model(tf.nest.pack_sequence_as(structure, flat), training=False)
+
+    with model_saving.with_copies(model, copied) as values:
+        module.values = [value for value in values if not isinstance(value, OutsideTable)]
+        module.resources = _resources_of(model)
+        rows = [spec for table in outside for spec in table.signature]
+
+        @tf.function(input_signature=[*specs, *rows], autograph=False)
+        def serve(*flat: Any) -> Any:
+            given = flat[len(specs) :]
+            with contextlib.ExitStack() as tables:
+                for i, table in enumerate(outside):
+                    tables.enter_context(table.given(*given[2 * i : 2 * i + 2]))
+                return predicted(flat[: len(specs)])
 
         @tf.function(input_signature=specs, autograph=False)
-        def serve(*flat: Any) -> Any:
-            if structure is None:
-                return model(*flat, training=False)
-            return model(tf.nest.pack_sequence_as(structure, flat), training=False)
+        def keys(*flat: Any) -> dict[str, tf.Tensor]:
+            with contextlib.ExitStack() as tables:
+                asked = {table.name: tables.enter_context(table.asked()) for table in outside}
+                predicted(flat)
+            return {name: keys_of(every) for name, every in asked.items()}
 
         module.serve = serve
         serve.get_concrete_function()
+        signatures = {tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: serve}
+        if outside:
+            module.keys = signatures["keys"] = keys
+            keys.get_concrete_function()
         is_dense = all(isinstance(spec, tf.TensorSpec) for spec in specs)
         # TensorFlow Serving is sent tensors alone.
-        tf.saved_model.save(module, path, signatures=serve if is_dense else None)
+        tf.saved_model.save(module, path, signatures=signatures if is_dense else None)
+
+
+def _checked_outside(model: keras.Model, outside: Collection[str]) -> frozenset[str]:
+    known = [variable.path for variable in model.variables if is_keyed(variable)]
+    if isinstance(outside, str) or not set(outside) <= set(known):
+        raise ValueError(
+            "`outside` lists dynamic tables of the model, by the names of their variables, of "
+            f"which there are {known}. Received: outside={shown(outside)}"
+        )
+    return frozenset(outside)
 
 
 def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> tuple[Any, list[Any]]:
@@ -155,10 +206,3 @@ def _resources_of(model: keras.Model) -> list[Any]:
         for value in vars(layer).values()
         if isinstance(value, kind)
     ]
-
-
-def _copied(variable: keras.Variable) -> Any:
-    value: Any = variable._value
-    if is_keyed(variable):
-        return FrozenTable(value.spec, value.read_snapshot())
-    return model_saving.copied(variable)

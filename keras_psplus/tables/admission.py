@@ -88,7 +88,7 @@ class _Filtering(Admission):
         servers: int,
     ) -> None:
         super().__init__(config, name, clock, expiry)
-        self._servers, self._size = servers, max(1, config["bits"] // 8 // BLOCKS)
+        self._servers, self._size = servers, counters_of_block(config)
         self.blocks = (BLOCKS - server + servers - 1) // servers
         with tf.init_scope():
             self.filter = tf.Variable(
@@ -113,6 +113,11 @@ class _Drawing(Admission):
         bits = mix(mixed(keys) + step)
         drawn = uniform(tf.bitcast(bits, tf.uint32)[:, 0])
         return drawn < self._config["p"], tf.ones_like(keys, _INT)
+
+
+def counters_of_block(config: dict[str, Any]) -> int:
+    """Bytes of a Bloom filter for each block of keys, of a `Bloom`'s configuration."""
+    return max(1, config["bits"] // 8 // BLOCKS)
 
 
 def make(

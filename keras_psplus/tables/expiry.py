@@ -81,7 +81,7 @@ class Expiry:
         if self._unused["steps"] is not None:
             step = self._clock.step() if at is None else at[0]
             return step - key_rows.meta(rows)[:, LAST] >= self._unused["steps"]
-        most = int(self._unused["days"] * _SECONDS_OF_DAY)
+        most = max(1, int(self._unused["days"] * _SECONDS_OF_DAY))
         seconds = self._clock.seconds.read_value() if at is None else at[1]
         return seconds - key_rows.meta(rows)[:, SEEN] >= most
 

@@ -33,6 +33,9 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
     if ids.dtype == tf.string:
         flat = tf.reshape(ids, [-1])
         return tf.reshape(tf.bitcast(tf.fingerprint(flat), tf.int64), tf.shape(ids))
+    if ids.dtype == tf.uint64:
+        # A key has the same 64 bits.
+        ids = tf.bitcast(ids, tf.int64)
     if ids.dtype not in _INTEGERS:
         raise ValueError(
             f"The keys of the layer '{name}' must be integers of up to 64 bits or strings. Cast "
@@ -81,9 +84,9 @@ def streams(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
         uint64 tensor of shape `(len(keys), count)`.
     """
     start = mix(mixed(keys) + _u64(mix_number(seed % 2**64)))
-    # In a graph, TensorFlow would take a list of such numbers for floats, and round them.
+    # In graphs, TensorFlow would round numbers that are no array's.
     steps = np.array([(_GOLDEN * i) % 2**64 for i in range(1, count + 1)], np.uint64)
-    return mix(start[:, tf.newaxis] + steps)
+    return mix(start[:, tf.newaxis] + tf.constant(steps))
 
 
 def blocks_of(hashes: tf.Tensor) -> tf.Tensor:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_psplus.engine import Engine
 from keras_psplus.tables import changes, files
 from keras_psplus.tables.changes import Changes
-from keras_psplus.tables.row_variable import KeyedVariable, is_keyed, with_gradient
+from keras_psplus.tables.row_variable import Checkpointed, KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.rows.row_optimizer import check_elementwise, config_of, scalars_of
 from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks
 from keras_psplus.tables.store import RowStore
@@ -31,7 +31,7 @@ def engine_in_use() -> Engine | None:
     return _engines[0] if _engines else None
 
 
-class LocalTable(CompositeVariable):
+class LocalTable(Checkpointed, CompositeVariable):
     """Value of a `KeyedVariable` whose rows lie in this process.
 
     Args:

@@ -2,11 +2,12 @@
 
 KeyedVariable    what Keras, layers and optimizers hold; of no rows, as far as shapes go
 KeyedValue       its value, by which rows are looked up: `LocalTable`, or one on servers
+Checkpointed     part of such values: what `tf.train.Checkpoint` has of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -17,6 +18,9 @@ from keras_psplus.keras_internals.keras_parts import backend
 from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.snapshot import Snapshot
 from keras_psplus.tf_internals import framework_ops as ops
+
+# Of a slot, in a checkpoint.
+_ROWS = "rows"
 
 
 @runtime_checkable
@@ -50,6 +54,23 @@ class KeyedValue(Protocol):
         """Sets the rows of the table or slot, in the order of their keys."""
 
 
+class Checkpointed:
+    """Has `tf.train.Checkpoint` write and read the keys with the rows of a `KeyedValue`."""
+
+    def _serialize_to_tensors(self: Any) -> dict[str, tf.Tensor]:
+        if self.slot:
+            return {_ROWS: tf.constant(self.read_rows())}
+        arrays = self.read_snapshot().arrays()
+        return {name: tf.constant(array) for name, array in arrays.items()}
+
+    def _restore_from_tensors(self: Any, restored_tensors: dict[str, tf.Tensor]) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in restored_tensors.items()}
+        if self.slot:
+            self.write_rows(arrays[_ROWS])
+        else:
+            self.write_snapshot(Snapshot.of_arrays(arrays, self.spec["dim"], self.spec["name"]))
+
+
 class TableShape(tuple[int, ...]):
     """Shape of a table without rows, equal to that of any of its width.
 
@@ -64,6 +85,40 @@ class TableShape(tuple[int, ...]):
 
     def __hash__(self) -> int:
         return super().__hash__()
+
+
+class RowsOfKeys(np.ndarray):
+    """Rows of a table, which know their keys: `set_weights` has both again.
+
+    Attributes:
+        snapshot: The table that they are of; None for rows that were computed from them.
+    """
+
+    snapshot: Snapshot | None
+
+    def __array_finalize__(self, of: Any) -> None:
+        self.snapshot = None
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> RowsOfKeys:
+        """The rows of a snapshot."""
+        rows = snapshot.rows.view(RowsOfKeys)
+        rows.snapshot = snapshot
+        return rows
+
+
+def parts_of(weight: np.ndarray) -> dict[str, np.ndarray]:
+    """Arrays for a file of a weight and its keys, by ends of names."""
+    snapshot = weight.snapshot if isinstance(weight, RowsOfKeys) else None
+    arrays = {} if snapshot is None else snapshot.arrays()
+    return {"": np.asarray(weight), **{f"/{name}": array for name, array in arrays.items()}}
+
+
+def rows_with_keys(weight: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """A weight as it was, of what `parts_of` has returned."""
+    start = f"{name}/"
+    own = {n.removeprefix(start): array for n, array in arrays.items() if n.startswith(start)}
+    return RowsOfKeys.of(Snapshot.of_arrays(own, weight.shape[1], name)) if own else weight
 
 
 class KeyedVariable(keras.Variable):
@@ -103,7 +158,10 @@ class KeyedVariable(keras.Variable):
         return TableShape(self._shape)
 
     def numpy(self) -> np.ndarray:
-        return self._value.numpy()
+        """All rows, in the order of the keys."""
+        if not is_keyed(self) or self._value.slot:
+            return self._value.numpy()
+        return RowsOfKeys.of(self._value.read_snapshot())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype)
@@ -111,11 +169,19 @@ class KeyedVariable(keras.Variable):
     def assign(self, value: Any) -> Any:
         """Sets all rows, in the order of the keys.
 
+        Those that `numpy` has returned bring their keys where there are others by now; slots of the
+        optimizer begin again then.
+
         Raises:
             ValueError: If there are not as many rows as keys.
         """
         if not is_keyed(self):
             return super().assign(value)
+        snapshot = value.snapshot if isinstance(value, RowsOfKeys) else None
+        if snapshot is not None and not self._value.slot:
+            if not np.array_equal(snapshot.keys, self._value.read_snapshot().keys):
+                self._value.write_snapshot(snapshot)
+                return value
         self._value.write_rows(np.asarray(value, np.float32))
         return value
 

@@ -206,7 +206,8 @@ class Contents:
             raise ValueError(
                 f"The table '{self._spec['name']}' has {len(keys)} keys with rows of "
                 f"{self._spec['dim']} numbers: an array must have as many, in the order of the "
-                f"keys. Received: an array of shape {value.shape}"
+                "keys. To go back to earlier keys, load a file that `save_weights` has written. "
+                f"Received: an array of shape {value.shape}"
             )
         _put(parts, slot, keys, value)
 

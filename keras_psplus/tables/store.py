@@ -6,6 +6,7 @@ apply      1. find the rows; those that were not used for too long are free
            3. the optimizer, on these rows; counts; rows expire
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from keras_psplus.tables.rows.graphs import places_of, traced_once
 from keras_psplus.tables.rows.index import hashes_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
 from keras_psplus.tables.rows.removal_log import BACKUPS, PUBLISHING
-from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.rows.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
@@ -49,6 +50,7 @@ class RowStore:
         self._initial = initial_rows.maker(spec["initializer"], self.dim)
         self.optimizer: RowOptimizer | None = None
         self._slot_initializers: list[Any] = []
+        self._turns = OptimizerTurns(spec["name"])
         self._apply_all: Any = None
 
     @property
@@ -77,7 +79,8 @@ class RowStore:
             keys, gradient = tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim])
             numbers = tf.TensorSpec([]), tf.TensorSpec([None]), tf.TensorSpec([], _LONG)
             # One operation: who waits for it has waited for all that it writes.
-            self._apply_all = traced_once(self._apply, keys, gradient, *numbers)
+            apply = functools.partial(self._apply, self._turns.next())
+            self._apply_all = traced_once(apply, keys, gradient, *numbers)
             # Of rows that there are already.
             rows = int(self.key_rows.next.numpy())
             for slot in self.slots:
@@ -141,6 +144,7 @@ class RowStore:
 
     def _apply(
         self,
+        turn: int,
         keys: tf.Tensor,
         gradient: tf.Tensor,
         learning_rate: tf.Tensor,
@@ -148,6 +152,7 @@ class RowStore:
         iterations: tf.Tensor,
     ) -> tf.Tensor:
         assert self.optimizer is not None
+        keys = self._turns.checked(turn, keys)
         key_rows, hashes = self.key_rows, hashes_of(keys)
         rows = self._expiry.find(key_rows, hashes)
         was_there = rows >= 0

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_stream(tmp_path):
     assert result["auc"] > 0.62 and 2000 < result["rows"] < 2300
     served = values("stream", alone("stream.py", "--look", str(tmp_path / "tables")))
     assert served["step"] == 5 * 32 and served["items"] == result["rows"] - 1000
+    # Killed in the third hour, and started again.
+    folder = tmp_path / "others"
+    arguments = "--folder", str(folder), "--hours", "5", "--backup", str(tmp_path / "backup")
+    process = subprocess.Popen([sys.executable, str(EXAMPLES / "stream.py"), *arguments])
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline and last_published(folder / "manifest.json") < 72:
+        time.sleep(0.05)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert values("stream", alone("stream.py", *arguments)) == result
+
+
+def last_published(path):
+    """The step of the last version of tables."""
+    text = path.read_text() if path.exists() else ""
+    return max((int(step) for step in re.findall(r'"step": ?(\d+)', text)), default=0)
 
 
 SMALL_TRANSFORMER = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")

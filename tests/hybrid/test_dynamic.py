@@ -1,10 +1,16 @@
 """Training with a dynamic table on parameter servers equals training in one process."""
 
 import pathlib
+import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from keras_psplus.hybrid.tables.dynamic import _ServerPart
+from keras_psplus.tables import policies
+from keras_psplus.tables.admission import counters_of_block
+from keras_psplus.tables.keys import BLOCKS
 from tests.hybrid.dynamic_job import CASES
 from tests.hybrid.reference import run_beside_reference
 from tests.results import load
@@ -35,3 +41,27 @@ def test_equals_one_process(job, case):
             np.testing.assert_allclose(
                 found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name
             )
+
+
+@pytest.mark.parametrize(
+    ("admit", "expected"),
+    [
+        (None, []),
+        (policies.Count(2), ["insert_candidates"]),
+        (policies.Bloom(2, 10**5), ["set_filter"]),
+        (policies.Bloom(2, 10**6), []),
+    ],
+)
+def test_a_server_takes_the_counts_of_its_own_policy_from_a_file(admit, expected):
+    asked = []
+
+    def call(what, *_):
+        asked.append(what)
+        return tf.zeros([])
+
+    link = types.SimpleNamespace(call=call)
+    spec = {"admit": policies.check_admit(admit)}
+    table = types.SimpleNamespace(dim=2, spec=spec, servers=[0], method=lambda what: what)
+    blocks = np.ones([BLOCKS, counters_of_block({"bits": 10**5})], np.uint8)
+    _ServerPart(table, 0, link).set_counters(np.ones([3, 4], np.int64), blocks)
+    assert asked == expected

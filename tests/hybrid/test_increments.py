@@ -19,7 +19,7 @@ from keras_psplus.tables.store import RowStore
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers
 
-KEY, POINTS = 0, 20
+KEY, POINTS = 0, 40
 
 
 class Job:
@@ -201,7 +201,7 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path, monkeypatch):
                 step += 1
                 if number == 1:
                     # Not in a row, as a save has more points than that.
-                    killer.left = 10 * point
+                    killer.left = 5 * point
                 at = state(job)
                 # A list that is there was written by a whole save.
                 expected["next"] = at

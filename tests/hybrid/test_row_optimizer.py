@@ -121,5 +121,5 @@ def test_regularizer_and_constraint_are_those_of_the_touched_rows():
 
 @pytest.mark.parametrize("option", [{"use_ema": True}, {"gradient_accumulation_steps": 2}])
 def test_refuses_what_needs_all_rows(option):
-    with pytest.raises(ValueError, match="is not supported for tables.*Received: "):
+    with pytest.raises(ValueError, match="is not supported for rows.*Received: "):
         config_of(optimizers.SGD(0.1, **option), None, None, None)

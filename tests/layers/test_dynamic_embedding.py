@@ -77,6 +77,47 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
+def test_a_checkpoint_has_the_keys(tmp_path):
+    models = []
+    for ids in (KEYS[:4], KEYS[1:]):
+        ids_in = keras.Input((2,), dtype="int64")
+        table = layer(combiner="sum", admit=psp.tables.Count(2), name="t")
+        model = keras.Model(ids_in, keras.layers.Dense(1)(table(ids_in)))
+        model.compile("adam", "mse")
+        for some in (ids, ids, ids[::-1] + 1):
+            model.train_on_batch(some.reshape(2, 2), np.ones([2, 1]))
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        models.append((model, table, checkpoint))
+    (one, table, checkpoint), (other, copy, again) = models
+    again.restore(checkpoint.save(tmp_path / "checkpoint")).assert_consumed()
+    np.testing.assert_array_equal(copy.keys, table.keys)
+    assert len(copy._snapshot().candidates) == 4
+    for a, b in zip(
+        [*one.weights, *one.optimizer.variables],
+        [*other.weights, *other.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_step_of_an_earlier_optimizer_is_refused():
+    ids = keras.Input((2,), dtype="int64")
+    table = layer(combiner="sum")
+    rows = table(ids)
+    models = [keras.Model(ids, keras.layers.Dense(1)(rows)) for _ in range(2)]
+    x, y = KEYS[[[0, 1], [1, 2]]], np.ones([2, 1])
+    for model, optimizer in zip(models, ("adam", "sgd")):
+        model.compile(optimizer, "mse")
+        model.train_on_batch(x, y)
+    before = table.table.numpy()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Compile the model again before it"):
+        models[0].train_on_batch(x, y)
+    np.testing.assert_array_equal(table.table.numpy(), before)
+    models[0].compile("adam", "mse")
+    models[0].train_on_batch(x, y)
+    assert table.counts()[0].tolist() == [3, 3, 3]
+
+
 def test_slots_of_a_file_go_with_its_keys(tmp_path):
     class Model(keras.Model):
         def __init__(self):
@@ -203,9 +244,47 @@ def test_weights_are_set_for_the_keys_that_there_are():
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
     with pytest.raises(ValueError, match="is not compatible with provided weight"):
         model.set_weights([np.zeros((12, 5), "float32")])
+    layer, counts = model.layers[0], model.layers[0].counts()
     model.fit(x + 100, np.ones((4, 3, 4)), verbose=0)
-    with pytest.raises(ValueError, match="Received: "):
-        model.set_weights(before)
+    with pytest.raises(ValueError, match="load a file that.*Received: an array of shape"):
+        model.set_weights([before[0] + 0])
+    # They know their keys.
+    model.set_weights(before)
+    assert layer.keys.tolist() == x.ravel().tolist()
+    np.testing.assert_array_equal(layer.table.numpy(), before[0])
+    assert layer.counts()[0].max() == 1 and counts[0].max() == 2
+    model.fit(x, np.ones((4, 3, 4)), verbose=0)
+
+
+def test_early_stopping_goes_back_to_earlier_keys(tmp_path):
+    ids, losses = np.arange(54).reshape(18, 3), np.repeat([[3.0], [1], [2], [4], [5], [6]], 3, 0)
+    data = tf.data.Dataset.from_tensor_slices((ids, losses)).batch(3)
+
+    class BreakOff(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 3:
+                raise InterruptedError
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(1)
+        with psp.HybridStrategy().scope():
+            layers = [keras.Input((3,), dtype="int64"), layer(), keras.layers.Flatten()]
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile("adam", lambda y, outputs: tf.cast(y, tf.float32) + 0 * outputs)
+        stop = keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True)
+        callbacks = [stop, *callbacks]
+        model.fit(data, steps_per_epoch=1, epochs=6, verbose=0, callbacks=callbacks)
+        return model.layers[0]
+
+    expected = train()
+    assert expected.keys.tolist() == list(range(18))
+    # The backup has the keys of the best epoch, and those of the last.
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(InterruptedError):
+        train(backup, BreakOff())
+    found = train(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
+    np.testing.assert_array_equal(found.keys, expected.keys)
+    np.testing.assert_allclose(found.table.numpy(), expected.table.numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("argument", ["cache", "updates"])

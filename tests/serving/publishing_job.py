@@ -36,19 +36,20 @@ def main():
         model = keras.Model(ids, keras.layers.Dense(1)(table(ids)))
         model.compile(keras.optimizers.Adagrad(0.3), "mse")
 
+    ended = []
+
     def wait(batch, logs):
         if batch + 1 == WAITED and strategy.is_chief:
-            np.savez(folder / "model.npz", keys=table.keys, rows=table.table.numpy())
+            np.savez(folder / "model.npz", keys=table.keys, rows=table.table.numpy(), ended=ended)
             end = time.monotonic() + 120
             while not (folder / "seen.npz").exists() and time.monotonic() < end:
                 time.sleep(0.05)
 
     publish = psp.callbacks.PublishTables(folder / "published", every=1)
-    model.fit(
-        dataset,
-        verbose=0,
-        callbacks=[publish, keras.callbacks.LambdaCallback(on_train_batch_end=wait)],
-    )
+    of_batch = keras.callbacks.LambdaCallback
+    noting = of_batch(on_train_batch_end=lambda batch, logs: ended.append(time.time()))
+    callbacks = [noting, publish, of_batch(on_train_batch_end=wait)]
+    model.fit(dataset, verbose=0, callbacks=callbacks)
     model.export(folder / "served" / "1")
     some = np.stack([keys[:20], keys[20:40], keys[40:]], 1)
     predicted = model.predict(some, verbose=0)

@@ -68,6 +68,49 @@ def test_predictions_need_tensorflow_alone(tmp_path):
     assert model.get_layer("texts").counts()[0].sum() > before
 
 
+def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
+    random = np.random.default_rng(0)
+    inputs = keras.Input((3,), dtype="int64", name="a"), keras.Input((), dtype="string", name="b")
+    ids, texts = inputs
+    table = psp.layers.DynamicEmbedding(4, combiner="mean", name="ids")
+    words = psp.layers.DynamicEmbedding(3, default="initializer", name="texts")
+    # Each of several lookups has its keys.
+    parts = [table(ids), table(ids + 1), words(texts)]
+    parts.append(psp.layers.DynamicEmbedding(2, combiner="sum", name="inside")(ids))
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(parts)))
+    model.compile("adam", "mse")
+    known = random.integers(-(2**62), 2**62, (30, 3))
+    x = tf.constant(known), tf.constant([f"word {i}" for i in range(30)])
+    publish = psp.callbacks.PublishTables(tmp_path / "published")
+    model.fit(x, np.ones([30, 1]), verbose=0, callbacks=[publish])
+    names = ["ids/table", "texts/table"]
+    psp.serving.export(model, tmp_path / "served", outside=names)
+    loaded = tf.saved_model.load(tmp_path / "served")
+    some = tf.concat([x[0][:4], x[0][:4] + 1], 0), tf.concat([x[1][:4], ["new"] * 4], 0)
+    needed, given = loaded.keys(*some), []
+    for name in names:
+        reader = psp.serving.TableReader(tmp_path / "published", name, poll=None)
+        # Where more is given, and in another order.
+        keys = np.concatenate([reader._state.segments.every[0].keys, needed[name]])
+        given += [keys, reader.lookup(keys)]
+    expected = model.predict(some, verbose=0)
+    np.testing.assert_allclose(loaded.serve(*some, *given), expected, atol=1e-6)
+    names = "a", "b", "ids_table_keys", "ids_table_rows", "texts_table_keys", "texts_table_rows"
+    served = loaded.signatures["serving_default"](
+        **dict(zip(names, map(tf.constant, (*some, *given))))
+    )
+    np.testing.assert_allclose(*served.values(), expected, atol=1e-6)
+    # Rows that are not given are those of keys that have none.
+    others = some[0] + 2**61, tf.strings.join(["no ", some[1]])
+    found = loaded.serve(*others, *(value[:0] for value in given))
+    np.testing.assert_allclose(found, model.predict(others, verbose=0), atol=1e-6)
+    for outside in ("ids/table", ["other"]):
+        with pytest.raises(
+            ValueError, match="lists dynamic tables of the model.*Received: outside"
+        ):
+            psp.serving.export(model, tmp_path / "other", outside=outside)
+
+
 def test_ragged_ids_and_models_of_other_kinds(tmp_path):
     ids = keras.Input((None,), dtype="int64", ragged=True)
     model = keras.Model(ids, psp.layers.DynamicEmbedding(2, combiner="sum")(ids))

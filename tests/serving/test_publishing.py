@@ -20,18 +20,20 @@ JOB = pathlib.Path(__file__).with_name("publishing_job.py")
 
 def follow(folder):
     """Looks all rows up as soon as a step's version is there."""
-    end, reader = time.monotonic() + 300, None
-    while time.monotonic() < end and (reader is None or reader.step < WAITED):
+    end, reader, seen = time.monotonic() + 300, None, {}
+    while time.monotonic() < end and WAITED not in seen:
         time.sleep(0.02)
         if reader is None and (folder / "published" / "manifest.json").exists():
             reader = psp.serving.TableReader(folder / "published", poll=0.05)
-    now = time.time()
-    state = reader._state
+        if reader is not None:
+            seen.setdefault(reader.step, time.time())
     while not (folder / "model.npz").exists():
         time.sleep(0.02)
-    keys = np.load(folder / "model.npz")["keys"]
-    seconds = now - state.versions[-1]["seconds"]
-    np.savez(folder / "new.npz", rows=reader.lookup(keys), count=len(reader), seconds=seconds)
+    model = np.load(folder / "model.npz")
+    # From the end of the step; the first one has the beginning of the reader in it.
+    waited = [seen[step] - model["ended"][step - 1] for step in seen if step > 1]
+    rows, count = reader.lookup(model["keys"]), len(reader)
+    np.savez(folder / "new.npz", rows=rows, count=count, waited=waited)
     reader.close()
     os.rename(folder / "new.npz", folder / "seen.npz")
 
@@ -44,7 +46,8 @@ def test_another_process_has_the_rows_of_a_job_with_servers(tmp_path):
     model, seen = np.load(tmp_path / "model.npz"), np.load(tmp_path / "seen.npz")
     assert seen["count"] == len(model["keys"]) > 10
     np.testing.assert_array_equal(seen["rows"], model["rows"])
-    print(f"seen {seen['seconds']:.2f} s after it was published")
+    # Of several, as others use the machine.
+    assert seen["waited"].min() < 2
 
     end = np.load(tmp_path / "end.npz")
     reader = psp.serving.TableReader(tmp_path / "published", poll=None)

@@ -20,9 +20,9 @@ INITIALIZER = initial_rows.check_initializer(keras.initializers.RandomUniform(-1
 
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
-    """Chunks of a few rows, so that tables have several."""
+    """Chunks of a few rows, so that tables have several, of which the first begins smaller."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_FIRST_BYTES", 64)
+        patch.setattr(chunks, "_FIRST_BYTES", 128)
         patch.setattr(chunks, "_LEAST_ROWS", 4)
         patch.setattr(chunks, "MOST_ROWS", 64)
         yield

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import file_utils
+from keras_psplus.tables.row_variable import parts_of
 
 # Attributes of Keras's callbacks that change while a model trains.
 ATTRIBUTES: list[tuple[Any, str]] = [
@@ -45,13 +46,15 @@ def states_of(
     Raises:
         ValueError: If a `state_dict` returns what cannot be.
     """
-    states, arrays = {}, {}
+    states: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, callback in _named(callbacks):
         state = {a: getattr(callback, a) for a in _attributes(callback) if hasattr(callback, a)}
         if isinstance(callback, keras_callbacks.EarlyStopping):
             weights = callback.best_weights
             state[_WEIGHTS] = None if weights is None else len(weights)
-            arrays.update({f"{name}/{i}": array for i, array in enumerate(weights or ())})
+            for i, array in enumerate(weights or ()):
+                arrays |= {f"{name}/{i}{what}": part for what, part in parts_of(array).items()}
         if isinstance(callback, keras_callbacks.CSVLogger) and callback.csv_file is not None:
             callback.csv_file.flush()
             state["keys"], state[_FILE] = callback.keys, _size(callback.filename)

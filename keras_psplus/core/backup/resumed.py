@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_psplus.core.backup import callback_states
 from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.tables.row_variable import is_keyed
 
 if TYPE_CHECKING:
     from keras_psplus.core.backup.training_state import TrainingState
@@ -61,14 +62,19 @@ def weights_of_callbacks(
     """
     found = {}
     counts = callback_states.counts_of_weights(facts["callbacks"])
-    own = model.get_weights() if state is not None and counts else []
+    # Rows of dynamic tables stay where they are: the chief's are those that count.
+    weights = [weight for weight in model.weights if not is_keyed(weight)]
+    own = [weight.numpy() for weight in weights] if state is not None and counts else []
     for name, count in counts.items():
-        if state is not None:
-            model.set_weights(state.weights_of_callback(name, count, model))
-        share(model.weights)
-        found[name] = model.get_weights()
-    if found and state is not None:
-        model.set_weights(own)
+        kept = [] if state is None else state.weights_of_callback(name, count, model)
+        for weight, value in zip(model.weights, kept):
+            if not is_keyed(weight):
+                weight.assign(value)
+        share(weights)
+        of_model = enumerate(model.weights)
+        found[name] = [kept[i] if is_keyed(w) and kept else w.numpy() for i, w in of_model]
+    for weight, value in zip(weights, own):
+        weight.assign(value)
     return found
 
 

@@ -20,6 +20,7 @@ from keras_psplus.core.base.optimizers import other_variables
 from keras_psplus.core.state.waiting_values import typed
 from keras_psplus.files.reading import open_file
 from keras_psplus.keras_internals.keras_parts import file_utils
+from keras_psplus.tables.row_variable import rows_with_keys
 
 if TYPE_CHECKING:
     import keras
@@ -103,8 +104,11 @@ class TrainingState:
 
     def weights_of_callback(self, name: str, count: int, model: keras.Model) -> list[np.ndarray]:
         """The arrays that a callback has kept of a model's weights."""
-        arrays = [self.arrays[f"{name}/{i}"] for i in range(count)]
-        return [typed(a, tf.as_dtype(v.dtype)) for a, v in zip(arrays, model.weights)]
+        found = []
+        for i, variable in zip(range(count), model.weights):
+            array = typed(self.arrays[f"{name}/{i}"], tf.as_dtype(variable.dtype))
+            found.append(rows_with_keys(array, self.arrays, f"{name}/{i}"))
+        return found
 
 
 def build_optimizers(

@@ -84,7 +84,7 @@ class DynamicShard(TableShard):
         makers = super()._makers()
         makers["lookup"] = functools.partial(self._lookup_keys, False)
         makers["lookup_training"] = functools.partial(self._lookup_keys, True)
-        makers["entries"] = lambda: traced(*_RANGE)(self.store.entries)
+        makers["entries"] = lambda: self._read_part(self.store.entries)
         makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
         makers["steps"] = self._steps
         makers["removed"], makers["changed"] = self._removed, self._changed
@@ -126,13 +126,16 @@ class DynamicShard(TableShard):
         with tf.control_dependencies([done]):
             return self.version.assign_add(1, read_value=True)
 
+    def _read_part(self, read: Callable[..., tf.Tensor]) -> Any:
+        # Beside an update, memory of rows may be given to a larger chunk.
+        return traced(*_RANGE)(lambda *part: self._lock.execute(lambda: read(*part)))
+
     def _read_range(self, column: ChunkedRows) -> Any:
-        @traced(*_RANGE)
-        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        def rows(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             end = tf.minimum(first + count, self.store.key_rows.next.read_value())
             return column.sparse_read(tf.range(first, end))
 
-        return read
+        return self._read_part(rows)
 
     def _put(self, slot: int) -> Any:
         @traced(tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim], _FLOAT))

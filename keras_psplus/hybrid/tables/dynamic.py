@@ -17,9 +17,10 @@ from keras_psplus.hybrid.tables.registry import Tables
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tables import changes
+from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.keys import BLOCKS, owners_of
-from keras_psplus.tables.row_variable import with_gradient
+from keras_psplus.tables.row_variable import Checkpointed, with_gradient
 from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks, living
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
@@ -145,9 +146,12 @@ class _ServerPart:
             self._call(f"put{slot}", args, _INT, [])
 
     def set_counters(self, candidates: np.ndarray, blocks: np.ndarray) -> None:
-        self.insert(candidates, "insert_candidates")
-        own = blocks.reshape(-1)
-        for first in range(0, len(own) if self._admits_by == "Bloom" else 0, MESSAGE_BYTES):
+        # A file may have counts of another policy.
+        if self._admits_by == "Count":
+            self.insert(candidates, "insert_candidates")
+        admit, own = self._table.spec["admit"] or {}, blocks.reshape(-1)
+        is_own = self._admits_by == "Bloom" and blocks.shape[1:] == (counters_of_block(admit),)
+        for first in range(0, len(own) if is_own else 0, MESSAGE_BYTES):
             args = [tf.constant(first, _INT), tf.constant(own[first : first + MESSAGE_BYTES])]
             self._call("set_filter", args, _INT, [])
 
@@ -161,7 +165,7 @@ class _ServerPart:
         return self._call("changed", args, _FLOAT, [None, changes.HEAD + self._dim])
 
 
-class DynamicVariable(TableVariable):
+class DynamicVariable(Checkpointed, TableVariable):
     """Value of a `KeyedVariable` whose rows lie on parameter servers."""
 
     table: Any

@@ -1,11 +1,13 @@
-"""Rows in chunks of memory, none of which is ever copied.
+"""Rows in chunks of memory, none of which is copied once there are many.
 
 Each chunk is as large as all before it.
 
     chunk        0          1              2
     rows     0 .. n-1   n .. 2n-1     2n .. 4n-1
 
-The operating system gives a chunk memory page by page, where it is first written.
+The operating system gives a chunk memory page by page, where it is first written. TensorFlow counts
+all of it, and a model may have hundreds of tables: in the place of the first chunk there is a small
+one, which is copied into one of eight times its size when it is full, until that has `n` rows.
 """
 
 import functools
@@ -19,6 +21,8 @@ from keras_psplus.tf_internals import resource_variable_ops
 
 _INT = tf.int32
 _FIRST_BYTES, _LEAST_ROWS = 1 << 26, 1 << 10
+# Of the first chunk, by powers of two, what there is in its place.
+_SMALLER = 6, 3
 MOST_ROWS = 1 << 30
 _numbers = itertools.count()
 
@@ -38,30 +42,32 @@ class ChunkedRows:
         self.shape, self.name = tf.TensorShape([most, columns]), "rows"
         self._unique_id = f"keras_psplus_rows_{next(_numbers)}"
         first = max(_LEAST_ROWS, _FIRST_BYTES // (dtype.size * columns))
-        self._starts, sizes = [0], [min(1 << first.bit_length() - 1, most)]
-        while self._starts[-1] + sizes[-1] < most:
-            self._starts.append(self._starts[-1] + sizes[-1])
-            sizes.append(self._starts[-1])
+        starts, sizes = [0], [min(1 << first.bit_length() - 1, most)]
+        while starts[-1] + sizes[-1] < most:
+            starts.append(starts[-1] + sizes[-1])
+            sizes.append(starts[-1])
+        small = [rows for by in _SMALLER if (rows := sizes[0] >> by) >= _LEAST_ROWS]
+        self._ends = [*small, *(start + size for start, size in zip(starts, sizes))]
         with tf.init_scope(), tf.device("/CPU:0"):
             # Of a known shape, as TensorFlow sends no other handles from one task to another.
             self._chunks = [
                 resource_variable_ops.UninitializedVariable(
                     trainable=False, shape=[size, columns], dtype=dtype
                 )
-                for size in sizes
+                for size in (*small, *sizes)
             ]
             # One tensor for functions and branches to take, instead of many.
             self._handles = tf.stack([chunk.handle for chunk in self._chunks])
             self._used = tf.Variable(0, dtype=_INT, trainable=False)
         self._read, self._write, self._make = _functions(
-            dtype, columns, tuple(self._starts), tuple(sizes)
+            dtype, columns, tuple(starts), tuple(sizes), tuple(small)
         )
         self.allocate(tf.constant(1))
 
     def allocate(self, rows: tf.Tensor) -> None:
         """Sees that there is memory for the rows below a number."""
         used = self._used.read_value()
-        needed = tf.reduce_sum(tf.cast(tf.constant(self._starts) < rows, _INT))
+        needed = 1 + tf.searchsorted(tf.constant(self._ends), rows[tf.newaxis])[0]
         # Readers of the rows read their number before.
         with tf.control_dependencies([self._make(used, needed, self._handles)]):
             self._used.assign(tf.maximum(used, needed), read_value=False)
@@ -78,7 +84,11 @@ class ChunkedRows:
 
 @functools.cache
 def _functions(
-    dtype: tf.DType, columns: int, starts: tuple[int, ...], sizes: tuple[int, ...]
+    dtype: tf.DType,
+    columns: int,
+    starts: tuple[int, ...],
+    sizes: tuple[int, ...],
+    small: tuple[int, ...],
 ) -> tuple[Any, Any, Any]:
     """Functions of chunks, for all that have such chunks: read, write and make.
 
@@ -90,7 +100,10 @@ def _functions(
         columns: Of the rows.
         starts: First row of each chunk.
         sizes: Rows of each chunk.
+        small: Rows of those that come in the place of the first one. Handles are of these and of
+            the chunks, and as many of them as are used have had memory.
     """
+    before, room = len(small), (*small, *sizes)
 
     def split(rows: tf.Tensor, *others: tf.Tensor) -> list[list[tf.Tensor]]:
         """Numbers of the rows in each chunk, and what belongs to them."""
@@ -100,7 +113,12 @@ def _functions(
 
     def chunks_of(handles: tf.Tensor, used: tf.Tensor) -> list[tf.Tensor]:
         """Chunks that may be read: the last with memory for those without."""
-        return tf.unstack(tf.gather(handles, tf.minimum(tf.range(len(starts)), used - 1)))
+        numbers = tf.minimum(tf.range(before, len(room)), used - 1)
+        return tf.unstack(tf.gather(handles, numbers))
+
+    def first(handles: tf.Tensor, used: tf.Tensor) -> tf.Tensor:
+        """The first chunk, or what is in its place."""
+        return tf.gather(handles, tf.minimum(used - 1, before))
 
     def read(rows: tf.Tensor, used: tf.Tensor, handles: tf.Tensor) -> tf.Tensor:
         def several() -> tf.Tensor:
@@ -111,26 +129,44 @@ def _functions(
             ]
             return tf.dynamic_stitch(order, found)
 
-        return tf.cond(used > 1, several, lambda: _read_from(handles[0], rows, dtype, columns))
+        def one() -> tf.Tensor:
+            return _read_from(first(handles, used), rows, dtype, columns)
+
+        return tf.cond(used > before + 1, several, one)
 
     def write(rows: tf.Tensor, values: tf.Tensor, used: tf.Tensor, handles: tf.Tensor) -> tf.Tensor:
         def several() -> tf.Tensor:
             parts = zip(chunks_of(handles, used), *split(rows, values))
             return tf.group([_write_to(chunk, own, part) for chunk, own, part in parts])
 
-        tf.cond(used > 1, several, lambda: _write_to(handles[0], rows, values))
+        is_many = used > before + 1
+        tf.cond(is_many, several, lambda: _write_to(first(handles, used), rows, values))
         return tf.constant(0)
 
     def make(used: tf.Tensor, needed: tf.Tensor, handles: tf.Tensor) -> tf.Tensor:
-        def make_one(i: tf.Tensor) -> tf.Tensor:
+        def give(i: tf.Tensor, rows: tf.Tensor) -> tf.Operation:
             # Assigned before anything reads it: afterwards, TensorFlow would copy it.
-            empty = tf.raw_ops.Empty(shape=tf.stack([tf.gather(sizes, i), columns]), dtype=dtype)
-            tf.raw_ops.AssignVariableOp(resource=tf.gather(handles, i), value=empty)
+            empty = tf.raw_ops.Empty(shape=tf.stack([rows, columns]), dtype=dtype)
+            return tf.raw_ops.AssignVariableOp(resource=tf.gather(handles, i), value=empty)
+
+        def take_over(i: tf.Tensor) -> int:
+            rows = tf.range(tf.gather(room, i - 1))
+            values = _read_from(tf.gather(handles, i - 1), rows, dtype, columns)
+            # Nobody reads rows beside an update that adds some.
+            with tf.control_dependencies([_write_to(tf.gather(handles, i), rows, values)]):
+                give(i - 1, tf.constant(0))
+            return 0
+
+        def make_one(i: tf.Tensor) -> tf.Tensor:
+            # TensorFlow does not see that both are of the same chunk.
+            with tf.control_dependencies([give(i, tf.gather(room, i))]):
+                is_larger = tf.logical_and(i > 0, i <= before)
+                tf.cond(is_larger, lambda: take_over(i), lambda: 0)
             return i + 1
 
         return tf.while_loop(lambda i: i < needed, make_one, [used], parallel_iterations=1)[0]
 
-    number, handles = tf.TensorSpec([], _INT), tf.TensorSpec([len(starts)], tf.resource)
+    number, handles = tf.TensorSpec([], _INT), tf.TensorSpec([len(room)], tf.resource)
     ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
     return (
         traced_once(read, ids, number, handles),

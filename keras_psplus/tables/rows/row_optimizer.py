@@ -183,6 +183,36 @@ class RowOptimizer:
         return tf.group(*(view.commit() for view in views))
 
 
+class OptimizerTurns:
+    """Optimizers that a table has one after the other.
+
+    A step that was traced with an earlier one knows slots that later rows lack.
+
+    Args:
+        name: Name of the table, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        with tf.init_scope():
+            self._number = tf.Variable(0, dtype=tf.int32, trainable=False)
+
+    def next(self) -> int:
+        """Begins the turn of another one; returns its number."""
+        return int(self._number.assign_add(1))
+
+    def checked(self, number: int, keys: tf.Tensor) -> tf.Tensor:
+        """The keys of an update, which fails unless it is that optimizer's turn."""
+        text = (
+            f"The table '{self._name}' is updated by another optimizer by now, and has one at a "
+            "time. Compile the model again before it trains on. Received: an update by an earlier "
+            "optimizer"
+        )
+        is_now = tf.debugging.assert_equal(self._number.read_value(), number, text)
+        with tf.control_dependencies([is_now]):
+            return tf.identity(keys)
+
+
 def _whole_slot(initializer: Any, shape: Any) -> tf.Variable:
     return tf.Variable(initializer(shape, dtype="float32"), trainable=False)
 
@@ -213,8 +243,9 @@ def config_of(
     for option in ("use_ema", "gradient_accumulation_steps"):
         if getattr(optimizer, option):
             raise ValueError(
-                f"`{option}` is not supported for tables on parameter servers: leave it out, or "
-                f'keep the table on the workers (`placement="mirrored"`). '
+                f"`{option}` is not supported for rows of a DynamicEmbedding, and of tables on "
+                "parameter servers: leave it out, or keep a table of numbered rows on the workers "
+                '(`placement="mirrored"`). '
                 f"Received: {option}={getattr(optimizer, option)} of the optimizer "
                 f"'{optimizer.name}'"
             )
@@ -300,6 +331,6 @@ def _refusal(config: Mapping[str, Any], why: str) -> str:
     return (
         f"{name} cannot be applied to the rows of a table by themselves ({why}). Use an optimizer "
         "that computes element by element, such as SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl or "
-        "Lion (an own class needs `@keras.saving.register_keras_serializable()`), or keep the "
-        f'table on the workers (`placement="mirrored"`). Received: optimizer={name}'
+        "Lion (an own class needs `@keras.saving.register_keras_serializable()`), or keep a table "
+        f'of numbered rows on the workers (`placement="mirrored"`). Received: optimizer={name}'
     )

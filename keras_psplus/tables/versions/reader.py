@@ -108,6 +108,9 @@ class TableReader:
             `default` says.
         """
         array = np.asarray(ids)
+        if not array.size:
+            # NumPy gives an empty list another type.
+            array = array.astype(np.int64)
         if array.dtype == np.int64:
             keys = array.reshape(-1)
         else:
