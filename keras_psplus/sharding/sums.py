@@ -111,7 +111,7 @@ def layouts(
 
 
 def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:
-    """A worker's part of a gradient of rows: rows of it, or elements if rows are cut.
+    """A worker's part of a gradient of rows: rows, or elements if rows are cut.
 
     What comes twice stays so: Keras squares the rows of a batch one by one.
     """
