@@ -140,6 +140,9 @@ class ShardedEngine(AllReduceEngine):
 
     @answers("change_all")
     def _change_all(self, call: Call) -> Any:
+        weights = call.owner.weights if isinstance(call.owner, keras.Layer) else None
+        if weights is not None and not any(isinstance(w._value, ShareVariable) for w in weights):
+            return call.proceed()
         with self.strategy.extended.store.together(type(call.owner).__name__):
             return call.proceed()
 

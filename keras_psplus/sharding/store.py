@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.cluster.process import exit_code
+from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.core.jobs import error_report, failure, leave
 from keras_psplus.core.jobs.control import listen
 from keras_psplus.log import logger
@@ -56,7 +57,7 @@ class ShareStore:
         rank: Place of this worker among those that share a variable.
         workers: Number of those.
         restoring: Whether this worker alone gives values, as a chief that loads does.
-        is_together: Whether all workers are at the same reads and changes.
+        is_together: Whether this thread is at the same reads and changes on all workers.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ShareStore:
         group = self._everyone if group is None else tuple(group)
         self.route, self.rank, self.workers = route, group.index(rank), len(group)
         self.device: str = route.launcher._device
-        self.restoring = self.is_together = False
+        self.restoring, self.is_together = False, ThreadFlag()
         self._control, self._progress = control, progress
         self._host = launcher_like(host, group_key, self._everyone)
         sharing = launcher_like(host, group_key + 1 + min(group), group)
@@ -151,11 +152,8 @@ class ShareStore:
             yield
             return
         self.meet("several variables", name)
-        self.is_together = True
-        try:
+        with failure.translate_errors(self._control.task), self.is_together.raised():
             yield
-        finally:
-            self.is_together = False
 
     def meet(self, of: str, name: str) -> None:
         """Waits until the scripts of all workers change a variable, and answers meanwhile.
@@ -196,7 +194,8 @@ class ShareStore:
                         number = self._next
                     self._offer(number, request)
             finally:
-                self._asked, self._found = None, _NOT_YET
+                with self._changed:
+                    self._asked, self._found = None, _NOT_YET
 
     def _offer(self, number: int, request: dict[str, Any]) -> None:
         """Writes a request under the next number, which another worker may have taken."""
