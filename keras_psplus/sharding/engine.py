@@ -21,7 +21,7 @@ from keras_psplus.log import logger
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.plan import OptimizerPlan
-from keras_psplus.sharding.variable import ParameterPart, ShareVariable, in_update
+from keras_psplus.sharding.variable import ParameterPart, ShareVariable, are_in_parts, in_update
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -140,9 +140,12 @@ class ShardedEngine(AllReduceEngine):
 
     @answers("change_all")
     def _change_all(self, call: Call) -> Any:
-        weights = call.owner.weights if isinstance(call.owner, keras.Layer) else None
-        if weights is not None and not any(isinstance(w._value, ShareVariable) for w in weights):
-            return call.proceed()
+        if isinstance(call.owner, keras.Layer):
+            changed = call.owner.weights
+        else:
+            changed = call.get("optimizer", call.owner)._model_variables_moving_average
+        if not are_in_parts(changed):
+            return call.proceed()  # A worker may do so alone.
         with self.strategy.extended.store.together(type(call.owner).__name__):
             return call.proceed()
 

@@ -87,11 +87,14 @@ class FullyShardedEngine(ShardedEngine):
         return None
 
     def _change_all(self, call: Call) -> Any:
-        is_of_averages = not isinstance(call.owner, keras.Layer)
-        if is_of_averages and self.plan_of(call.get("optimizer", call.owner)).reason is None:
-            # They are cut as weights are: each worker computes with its parts.
-            with in_update.raised():
-                return super()._change_all(call)
+        if not isinstance(call.owner, keras.Layer):
+            optimizer = call.get("optimizer", call.owner)
+            weights = [variable._value for variable in optimizer._trainable_variables]
+            are_cut = all(isinstance(weight, WeightShare) for weight in weights)
+            if are_cut and self.plan_of(optimizer).reason is None:
+                # Averages are cut as well: each worker computes with its parts.
+                with in_update.raised():
+                    return super()._change_all(call)
         return super()._change_all(call)
 
     # A step.

@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.shards import Cut
 
+# Elements of a row that workers send whole.
+_LONGEST_ROW = 1 << 18
+
 
 class AxisCut(NamedTuple):
     """Layout of a tensor that is cut into equal parts along one axis.
@@ -64,7 +67,7 @@ class Place(NamedTuple):
         """
         shape = tf.TensorShape(shape)
         shard: tuple[int, ...] = (-(-math.prod(shape) // workers),)
-        if shape.rank == 2 and shape[0] % workers == 0:
+        if shape.rank == 2 and shape[0] % workers == 0 and 0 < shape[1] <= _LONGEST_ROW:
             shard = shape[0] // workers, shape[1]
         return cls(Cut(shape, shard, workers))
 

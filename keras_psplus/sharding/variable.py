@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -217,6 +217,12 @@ class ShareVariable(WrittenVariable):
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
         # Rows of gradients, in an update.
         return getattr(self.written, method)(slices)
+
+
+def are_in_parts(variables: Sequence[keras.Variable | None]) -> bool:
+    """Whether a worker has only a part of one of some variables."""
+    values = [variable._value for variable in variables if variable is not None]
+    return any(isinstance(v, ShareVariable) and not v.place.is_everywhere for v in values)
 
 
 class TensorVariable(WrittenVariable):

@@ -49,12 +49,12 @@ class Rows:
         return tf.constant(self._rows[:, begin : begin + row.shape[1]])
 
 
-def made(rank):
+def made(rank, shape=WHOLE.shape):
     def initial(place, shape):
         return tf.zeros(shape)
 
-    place = Place.of_parts(WHOLE.shape, 3)
-    return ShareVariable(Store(rank), WHOLE.shape, tf.float32, "v", lambda: place, initial)
+    place = Place.of_parts(shape, 3)
+    return ShareVariable(Store(rank), shape, tf.float32, "v", lambda: place, initial)
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -70,3 +70,21 @@ def test_pieces(monkeypatch, rank):
     np.testing.assert_array_equal(one.collected(route, True), WHOLE)
     assert route.widths == 6 * [2]
     assert one.collected(Rows(rows), False) is None
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_pieces_of_a_part_that_is_rows(monkeypatch, rank):
+    monkeypatch.setattr(variable_module, "_PIECE_BYTES", 4 * 8)
+    whole = WHOLE[:6]
+    one = made(rank, whole.shape)
+    launcher = Collectives(np.zeros_like(whole) if rank == 0 else whole)
+    one.receive(launcher, tf.constant(whole) if rank == 0 else None)
+    assert launcher.sizes == 6 * [5]
+    np.testing.assert_array_equal(one.part, whole[2 * rank : 2 * rank + 2])
+    rows = whole.reshape(3, 10)
+    np.testing.assert_array_equal(one.collected(Rows(rows), True), whole)
+
+
+@pytest.mark.parametrize("shape", [(6, 0), (3, 1 << 19)])
+def test_matrices_with_empty_or_long_rows_have_flat_parts(shape):
+    assert Place.of_parts(shape, 3).cut.shard == (shape[0] * shape[1] // 3,)

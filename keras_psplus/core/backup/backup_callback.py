@@ -242,7 +242,10 @@ def restore(
     of_callbacks: dict[str, Any] = {}
     if facts is not None:
         state = training[0] if is_chief else None
-        of_callbacks = weights_of_callbacks(model, facts, state, engine.broadcast_restored)
+        of_callbacks = weights_of_callbacks(
+            *(model, facts, state, engine.broadcast_restored),
+            lambda: control and control.exchange("weights that callbacks keep", ""),
+        )
     others = optimizers.other_variables(model).values()
     of_optimizers = optimizers.variables_of_optimizers(model)
     engine.broadcast_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])

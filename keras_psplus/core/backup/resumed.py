@@ -48,6 +48,7 @@ def weights_of_callbacks(
     facts: dict[str, Any],
     state: TrainingState | None,
     share: Callable[[list[keras.Variable]], None],
+    meet: Callable[[], Any],
 ) -> dict[str, list[np.ndarray]]:
     """Gives all workers the weights that callbacks of the chief's backup kept.
 
@@ -56,6 +57,7 @@ def weights_of_callbacks(
     Args:
         state: The state, on the chief; None on others.
         share: Function that gives all workers the chief's values of Keras variables.
+        meet: Function that waits for all workers.
 
     Returns:
         For each callback that keeps weights, a list of them.
@@ -70,9 +72,12 @@ def weights_of_callbacks(
         for weight, value in zip(model.weights, kept):
             if not is_keyed(weight):
                 weight.assign(value)
+        # Of variables in shares, the chief has given the others their parts.
+        meet()
         share(weights)
         of_model = enumerate(model.weights)
         found[name] = [kept[i] if is_keyed(w) and kept else w.numpy() for i, w in of_model]
+        meet()
     for weight, value in zip(weights, own):
         weight.assign(value)
     return found
