@@ -24,7 +24,7 @@ class Form(NamedTuple):
     Attributes:
         dtype: Its dtype.
         index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
-        join: What makes a larger batch's rows of several gradients', or None for nothing.
+        join: Function that turns rows of several batches into those of one, or None.
     """
 
     dtype: tf.DType
