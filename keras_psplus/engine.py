@@ -192,7 +192,8 @@ class Engine:
     def write(self, call: Call) -> Any:
         """Gives a variable a value: by `assign`, `assign_add` or `assign_sub`.
 
-        `change_all` gives values to all weights of a model, or to all averages of an optimizer.
+        `set_weights` changes all weights of a model, and `change_averages` those that an optimizer
+        averages, or their averages.
         """
         return self._answer(call)
 

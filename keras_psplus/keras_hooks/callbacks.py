@@ -114,7 +114,7 @@ HOOKS = (
             of_callback,
             "write",
             "workers that share weights wait for each other once, and not for each of them",
-            call="change_all",
+            call="change_averages",
         )
         for name in ("_tf_swap_variables", "_tf_finalize_ema_values")
     ),

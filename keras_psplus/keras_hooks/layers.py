@@ -51,7 +51,6 @@ HOOKS: tuple[Hook, ...] = (
         of_holder,
         "write",
         "workers that share weights wait for each other once, and not for each of them",
-        call="change_all",
     ),
     Hook(
         layers.BatchNormalization,

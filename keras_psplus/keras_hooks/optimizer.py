@@ -54,7 +54,7 @@ HOOKS = (
         of_optimizer,
         "write",
         "workers that share weights wait for each other once, and not for each of them",
-        call="change_all",
+        call="change_averages",
     ),
     Hook(
         _LOSS_SCALE,

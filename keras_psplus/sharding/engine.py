@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from keras_psplus.sharding.places import Place
 
     Places = Sequence[Place]
-    Numbers = Sequence[int]
 
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones, keras.initializers.Constant)
 
@@ -138,13 +137,17 @@ class ShardedEngine(AllReduceEngine):
         variable._value.release_with(variable)
         return None
 
-    @answers("change_all")
-    def _change_all(self, call: Call) -> Any:
-        if isinstance(call.owner, keras.Layer):
-            changed = call.owner.weights
-        else:
-            changed = call.get("optimizer", call.owner)._model_variables_moving_average
-        if not are_in_parts(changed):
+    @answers("set_weights")
+    def _set_weights(self, call: Call) -> Any:
+        return self._change(call, call.owner.weights)
+
+    @answers("change_averages")
+    def _change_averages(self, call: Call) -> Any:
+        optimizer = call.get("optimizer", call.owner)
+        return self._change(call, optimizer._model_variables_moving_average)
+
+    def _change(self, call: Call, variables: Sequence[Any]) -> Any:
+        if not are_in_parts(variables):
             return call.proceed()  # A worker may do so alone.
         with self.strategy.extended.store.together(type(call.owner).__name__):
             return call.proceed()
@@ -204,7 +207,7 @@ class ShardedEngine(AllReduceEngine):
         grads: list[Any],
         variables: Variables,
         places: Places,
-        numbers: Numbers,
+        numbers: Sequence[int],
     ) -> None:
         extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in sums.layouts(variables, places, numbers, extended.store.workers):
@@ -244,11 +247,8 @@ class ShardedEngine(AllReduceEngine):
             clipped = [None if g is None else next(found) for g in grads]
             return self._cut_if_dense(grads, clipped, places)
         # Of what is cut, each worker has a part of the squares; rows are on all workers.
-        cut = [
-            i
-            for i, (g, place) in enumerate(zip(grads, places))
-            if not place.is_everywhere and self._is_part(g)
-        ]
+        pairs = enumerate(zip(grads, places))
+        cut = [i for i, (g, one) in pairs if not one.is_everywhere and self._is_part(g)]
         dtype = variables[0].dtype
         clipped = sums.clipped_by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
         return self._cut_if_dense(grads, clipped, places)

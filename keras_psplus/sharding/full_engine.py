@@ -86,16 +86,15 @@ class FullyShardedEngine(ShardedEngine):
         )
         return None
 
-    def _change_all(self, call: Call) -> Any:
-        if not isinstance(call.owner, keras.Layer):
-            optimizer = call.get("optimizer", call.owner)
-            weights = [variable._value for variable in optimizer._trainable_variables]
-            are_cut = all(isinstance(weight, WeightShare) for weight in weights)
-            if are_cut and self.plan_of(optimizer).reason is None:
-                # Averages are cut as well: each worker computes with its parts.
-                with in_update.raised():
-                    return super()._change_all(call)
-        return super()._change_all(call)
+    def _change_averages(self, call: Call) -> Any:
+        optimizer = call.get("optimizer", call.owner)
+        weights = [variable._value for variable in optimizer._trainable_variables]
+        are_cut = all(isinstance(weight, WeightShare) for weight in weights)
+        if not are_cut or self.plan_of(optimizer).reason is not None:
+            return super()._change_averages(call)
+        # Averages are cut as well: each worker computes with its parts.
+        with in_update.raised():
+            return super()._change_averages(call)
 
     # A step.
 

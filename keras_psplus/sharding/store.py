@@ -88,7 +88,7 @@ class ShareStore:
         self._reading, self._changed = threading.Lock(), threading.Condition()
         # The number of the next request, and of this worker's own.
         self._next, self._own = 0, list[int]()
-        # What this worker's script waits for, and the answer.
+        # Request that this worker's script waits for, and the answer.
         self._asked: dict[str, Any] | None = None
         self._found: Any = _NOT_YET
         # Value that this worker has and gives to the others.
@@ -171,6 +171,8 @@ class ShareStore:
                 "ended. Every worker must run the same script. Received: a change of "
                 f"'{name}' on {self._control.names[self._number]}"
             )
+        if self.is_together:
+            return
         with failure.translate_errors(self._control.task):
             self._control.exchange(f"a change of {of} in shares", name)
 
@@ -202,6 +204,12 @@ class ShareStore:
         text = json.dumps({"by": self._number, **request})
         with contextlib.suppress(tf.errors.OpError, ValueError):
             context.context().set_config_key_value(self._key(number), text)
+
+    def _asked_by(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """This worker's own request, if the answer to another one answers it as well."""
+        own = self._asked
+        is_same = own is not None and requests.is_answered(own, self._number, request)
+        return own if is_same else None
 
     def _check_peers(self) -> None:
         if self._control.lost:
@@ -248,23 +256,20 @@ class ShareStore:
                 self._variables[number] = None
             if mine:
                 self._released.remove(number)
-        variable: Any = None
-        ready = 0
+        own = self._asked_by(request)
         if "variable" in request:
             variable = self._wait_for(request)
             with tf.device(self._host._device):
                 # One may have to read something else before it has what is asked for.
-                ready = int(self._host.all_reduce(tf.constant(float(variable is not None))))
-        own = self._asked
-        if own is not None and not requests.is_answered(own, self._number, request):
-            own = None
-        with tf.device(self._host._device):
-            if "variable" in request and ready < len(self._everyone):
-                answer = _NOT_YET
-            elif "gives" in request:
-                variable.receive(self._host, self._given if mine else None)
-            elif "variable" in request:
-                answer = variable.collected(self._sharing, own is not None)
+                ready = self._host.all_reduce(tf.constant(float(variable is not None)))
+                # By now, this worker may ask for it as well.
+                own = self._asked_by(request)
+                if int(ready) < len(self._everyone):
+                    answer = _NOT_YET
+                elif "gives" in request:
+                    variable.receive(self._host, self._given if mine else None)
+                else:
+                    answer = variable.collected(self._sharing, own is not None)
         with self._changed:
             if mine:
                 self._own.append(self._next)

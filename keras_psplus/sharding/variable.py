@@ -200,8 +200,7 @@ class ShareVariable(WrittenVariable):
             if tf.executing_eagerly():
                 # A slice shares the buffer of the whole, and would keep it alive.
                 value = tf.raw_ops.DeepCopy(x=value)
-        is_alone = in_update or self.place.is_everywhere or self._store.is_together
-        if tf.executing_eagerly() and not is_alone:
+        if tf.executing_eagerly() and not (in_update or self.place.is_everywhere):
             # Another worker may have to read what is there now: it would get parts of both.
             self._store.meet(f"variable {self.number}", self.name)
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
