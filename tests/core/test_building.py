@@ -38,11 +38,12 @@ def fails(model, step, spec):
     raise ValueError("no graph of this step\nsecond line")
 
 
+def by_trace(model, step, spec):
+    trace(step, spec)
+
+
 @pytest.mark.parametrize("has_call", [True, False])
 def test_the_step_builds_what_a_call_leaves(has_call):
-    def by_trace(model, step, spec):
-        trace(step, spec)
-
     assert built(Own(has_call), by_trace) == (True, True)
 
 
@@ -67,3 +68,4 @@ def test_a_variable_that_cannot_be_made_is_its_own_error():
     model.used = keras.layers.Dense(1, kernel_initializer=refuse)
     with pytest.raises(ValueError, match="no such values"):
         built(model, fails)
+    assert built(Own(), by_trace) == (True, True), "the next model met it"

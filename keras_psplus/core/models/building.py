@@ -12,8 +12,10 @@ import tensorflow as tf
 
 from keras_psplus import log
 from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
-from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer
+from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, global_state
 
+# Of Keras: variables that calls on shapes have made, and that get their values after them.
+_UNMADE = "uninitialized_variables"
 # Traces a step of a model on a batch of a specification, and runs nothing of it.
 Trace = Callable[[keras.Model, Callable[..., Any], Any], None]
 
@@ -91,6 +93,13 @@ class Builder:
             step_name: `"train_step"` or `"test_step"`.
             batch: The batch, or its type specification.
         """
+        try:
+            self._build(model, step_name, batch)
+        except Exception:
+            _forget_unmade(model)
+            raise
+
+    def _build(self, model: keras.Model, step_name: str, batch: Any) -> None:
         is_kerass = getattr(type(model), step_name) is getattr(TensorFlowTrainer, step_name)
         # In Keras's own build, ragged and sparse tensors are dense.
         if is_kerass and not any(map(_is_composite, tf.nest.flatten(batch))):
@@ -136,6 +145,13 @@ class Builder:
                 "build layers, metrics and optimizers before `fit`. Received: %s: %s",
                 *(step_name, model.name, type(error).__name__, reason),
             )
+
+
+def _forget_unmade(model: keras.Model) -> None:
+    """Has Keras forget variables that could not be made: the next model would meet them."""
+    own = {id(variable) for variable in model.variables}
+    unmade = global_state.get_global_attribute(_UNMADE, [])
+    unmade[:] = [variable for variable in unmade if id(variable) not in own]
 
 
 def _unbuilt(model: keras.Model) -> set[int]:
