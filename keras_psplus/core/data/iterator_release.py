@@ -6,6 +6,10 @@ woken by the cancellation, asks whether it has been cancelled before that is not
 `Model::OptimizeLoop` in TensorFlow's tensorflow/core/framework/model.cc.) Iterators are parts of
 reference cycles, so Python's garbage collector destroys them in whichever thread it happens to run.
 In a thread that trains, all other workers would wait for this one in their next collective.
+
+A process does not wait for that when it ends. What a thread then destroys must not need Python any
+more: TensorFlow ends a process (exit code 134) in which a thread asks for the interpreter's lock
+while the interpreter ends, as for the Python stacks of a function that nothing else refers to.
 """
 
 import atexit
@@ -15,9 +19,12 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from keras_psplus.tf_internals import context
 
 _LOOK_SECONDS = 0.5
 # A process that ends does not wait longer than this for what is still being destroyed.
@@ -38,7 +45,7 @@ class Dataset:
 
     def __iter__(self) -> tf.data.Iterator | tf.distribute.DistributedIterator:
         iterator = iter(self.of)
-        release_elsewhere(iterator)
+        release_elsewhere(iterator, self.of)
         return iterator
 
     @property
@@ -46,48 +53,69 @@ class Dataset:
         return self.of.element_spec
 
 
-def release_elsewhere(iterator: Any) -> None:
+def release_elsewhere(iterator: Any, dataset: Any) -> None:
     """Destroys an iterator's resources in a thread once nothing else uses them.
 
     Args:
         iterator: A `tf.data.Iterator` or `tf.distribute.DistributedIterator`; others are left
             alone.
+        dataset: The dataset that it is of.
     """
     if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-        _releaser.add(_handles(iterator))
+        _releaser.add(_handles(iterator), (dataset, _functions(iterator)))
 
 
 def _handles(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> list[tf.Tensor]:
     """The tensors by which Python keeps an iterator alive."""
     handles = list(tf.nest.flatten(iterator, expand_composites=True))
+    handles += [dataset._variant_tensor for dataset in _datasets_of_devices(iterator)]
+    return list({id(handle): handle for handle in handles}.values())
+
+
+def _datasets_of_devices(iterator: Any) -> Iterator[tf.data.Dataset]:
+    """Datasets of TensorFlow's that belong to an iterator, and refer to its host's."""
     for of_worker in getattr(iterator, "_iterators", ()):
-        # Datasets of TensorFlow's that belong to this iterator, and refer to the one on the host.
         for of_device in getattr(of_worker._iterator, "_device_iterators", ()):
             datasets = [of_device._dataset]
             while datasets:
                 dataset = datasets.pop()
-                handles.append(dataset._variant_tensor)
+                yield dataset
                 datasets += dataset._inputs()
-    return list({id(handle): handle for handle in handles}.values())
+
+
+def _functions(iterator: Any) -> list[Any]:
+    """Functions that those datasets call, without what Python refers to by them."""
+    left = [
+        value.inference_fn
+        for dataset in _datasets_of_devices(iterator)
+        for value in vars(dataset).values()
+        if isinstance(value, tf.types.experimental.ConcreteFunction)
+    ]
+    names = set()
+    while left:
+        function = left.pop()
+        names.add(function.name)
+        left += function.children
+    return [context.context().get_c_function(name) for name in names]
 
 
 class _Releaser:
     """Looks now and then which iterators nobody uses any more.
 
     Attributes:
-        kept: Lists of the handles of each iterator that has not been released.
+        kept: Handles of each iterator that has not been released, and what is to outlive it.
     """
 
     def __init__(self) -> None:
-        self.kept: list[list[Any]] = []
+        self.kept: list[tuple[list[Any], Any]] = []
         self._lock = threading.Lock()
         self._is_running = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-    def add(self, handles: list[tf.Tensor]) -> None:
-        """Keeps the handles of one more iterator."""
+    def add(self, handles: list[tf.Tensor], others: Any) -> None:
+        """Keeps the handles of one more iterator, and what is to outlive it."""
         with self._lock:
-            self.kept.append(handles)
+            self.kept.append((handles, others))
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="iterator release", daemon=True).start()
@@ -103,12 +131,12 @@ class _Releaser:
 
     def release_unused(self) -> None:
         """Begins to destroy the iterators that nobody else refers to."""
-        for handles in [handles for handles in self.kept if _are_unused(handles)]:
-            self._destroy(handles)
+        for kept in [kept for kept in self.kept if _are_unused(kept[0])]:
+            self._destroy(kept)
 
-    def _destroy(self, handles: list[tf.Tensor]) -> None:
-        self.kept = [others for others in self.kept if others is not handles]
-        thread = threading.Thread(target=handles.clear, name="iterator end", daemon=True)
+    def _destroy(self, kept: tuple[list[tf.Tensor], Any]) -> None:
+        self.kept = [other for other in self.kept if other is not kept]
+        thread = threading.Thread(target=_clear, args=kept, name="iterator end", daemon=True)
         self._threads.add(thread)
         thread.start()
 
@@ -120,15 +148,20 @@ class _Releaser:
         """
         gc.collect()
         with self._lock:
-            for handles in list(self.kept):
-                if _are_unused(handles):
-                    self._destroy(handles)
+            for kept in list(self.kept):
+                if _are_unused(kept[0]):
+                    self._destroy(kept)
                 else:
-                    for handle in handles:
+                    for handle in kept[0]:
                         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         end = time.monotonic() + _EXIT_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, end - time.monotonic()))
+
+
+def _clear(handles: list[tf.Tensor], others: Any) -> None:
+    """Destroys an iterator while other things are still there."""
+    handles.clear()
 
 
 def _are_unused(handles: list[tf.Tensor]) -> bool:
