@@ -14,6 +14,11 @@ import tensorflow as tf
 
 from keras_psplus.tables.rows.chunks import ChunkedRows
 
+_UNSUPPORTED = {
+    "use_ema": "leave it out",
+    "gradient_accumulation_steps": "have HybridStrategy accumulate "
+    "(`updates=psp.updates.Accumulate(n)`)",
+}
 _CHECK_ROWS, _CHECK_DIM = 3, 4
 # Constraints may let small values be, or large ones.
 _CHECK_SCALES = tuple(10.0**i for i in range(-6, 7, 2))
@@ -240,11 +245,11 @@ def config_of(
     Raises:
         ValueError: If the optimizer cannot be applied to rows.
     """
-    for option in ("use_ema", "gradient_accumulation_steps"):
+    for option, fix in _UNSUPPORTED.items():
         if getattr(optimizer, option):
             raise ValueError(
                 f"`{option}` is not supported for rows of a DynamicEmbedding, and of tables on "
-                "parameter servers: leave it out, or keep a table of numbered rows on the workers "
+                f"parameter servers: {fix}, or keep a table of numbered rows on the workers "
                 '(`placement="mirrored"`). '
                 f"Received: {option}={getattr(optimizer, option)} of the optimizer "
                 f"'{optimizer.name}'"
