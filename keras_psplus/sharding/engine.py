@@ -104,13 +104,13 @@ class ShardedEngine(AllReduceEngine):
             return super()._add_slot(call)
         return self._add_slot_in_shares(call)
 
-    def _add_slot_in_shares(self, call: Call) -> keras.Variable:
+    def _add_slot_in_shares(self, call: Call, place: Place | None = None) -> keras.Variable:
         name, initializer = call.get("name"), call.get("initializer", "zeros")
         optimizer, reference_variable = call.owner, call.get("reference_variable")
         of, number = weakref.ref(optimizer), optimizer._get_variable_index
         outer, self._place_of_slot = (
             self._place_of_slot,
-            lambda: self.plan_of(of()).places[number(reference_variable)],
+            lambda: place or self.plan_of(of()).places[number(reference_variable)],
         )
         try:
             # Not TensorFlow's half of Keras, which asks for the place of a mirrored variable.
