@@ -104,14 +104,12 @@ class ShardedEngine(AllReduceEngine):
             return super()._add_slot(call)
         return self._add_slot_in_shares(call)
 
-    def _add_slot_in_shares(self, call: Call) -> keras.Variable:
+    def _add_slot_in_shares(self, call: Call, place: Place | None = None) -> keras.Variable:
         name, initializer = call.get("name"), call.get("initializer", "zeros")
         optimizer, reference_variable = call.owner, call.get("reference_variable")
         of, number = weakref.ref(optimizer), optimizer._get_variable_index
-        outer, self._place_of_slot = (
-            self._place_of_slot,
-            lambda: self.plan_of(of()).places[number(reference_variable)],
-        )
+        outer = self._place_of_slot
+        self._place_of_slot = lambda: place or self.plan_of(of()).places[number(reference_variable)]
         try:
             # Not TensorFlow's half of Keras, which asks for the place of a mirrored variable.
             return base_optimizer.BaseOptimizer.add_variable_from_reference(
@@ -125,8 +123,7 @@ class ShardedEngine(AllReduceEngine):
         if (find_place := self._place_of_slot) is None:
             return call.proceed()
         variable, initializer = call.owner, call.get("initializer")
-        dtype, store = variable._dtype, self.strategy.extended.store
-        whole = tuple(variable._shape)
+        whole, dtype, store = tuple(variable._shape), variable._dtype, self.strategy.extended.store
 
         def initial(place: Place, shape: tf.TensorShape) -> Any:
             if isinstance(initializer, _CONSTANTS):
@@ -331,7 +328,10 @@ class ShardedEngine(AllReduceEngine):
 
     def average(self, optimizer: Optimizer, variables: Variables) -> None:
         places = self._placed(optimizer, variables)
-        with in_update.raised():
+        # Between updates, nothing else waits for a worker that still reads averages, as to save.
+        waits = self.has_whole_weights and optimizer.gradient_accumulation_steps
+        met = self._sum_over_parts([tf.zeros([])]) if waits else []
+        with in_update.raised(), tf.control_dependencies(met):
             if self.has_whole_weights and all(place.is_everywhere for place in places):
                 super().average(optimizer, variables)
                 return

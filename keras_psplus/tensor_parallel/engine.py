@@ -96,8 +96,11 @@ class ModelParallelEngine(ShardedEngine):
 
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:
-        is_cut = cut_of(call.get("reference_variable")) is not None
-        if is_cut and reason_for_wholes(call.owner) is None:
+        weight = cut_of(call.get("reference_variable"))
+        # Gradients of parts are added up, also where updates gather their mean.
+        if weight is not None and call.get("name") == "gradient_accumulator":
+            return self._add_slot_in_shares(call, weight.place)
+        if weight is not None and reason_for_wholes(call.owner) is None:
             return self._add_slot_in_shares(call)
         return AllReduceEngine._add_slot(self, call)
 
@@ -193,10 +196,17 @@ class ModelParallelEngine(ShardedEngine):
             grads = [g if w is None else self._whole(g, w) for g, w in zip(grads, weights)]
         return super().clip(optimizer, grads, variables)
 
-    def _whole(self, gradient: Any, weight: CutWeight) -> tf.Tensor:
+    def _whole(self, gradient: Any, weight: CutWeight) -> Any:
         """The whole gradient of a cut weight."""
-        dense = tf.ensure_shape(tf.convert_to_tensor(gradient), weight.local_shape)
-        return self.strategy.extended.group.gather(dense, weight.cut.axis)
+        group, axis = self.strategy.extended.group, weight.cut.axis
+        if not isinstance(gradient, tf.IndexedSlices):
+            return group.gather(tf.ensure_shape(gradient, weight.local_shape), axis)
+        # Rows keep their repeats, which Keras squares one by one.
+        values, indices = group.gather(gradient.values, axis), gradient.indices
+        if axis == 0:
+            first = tf.cast(group.place * weight.local_shape[0], indices.dtype)
+            indices = group.gather(indices + first, 0)
+        return tf.IndexedSlices(values, indices, tf.cast(weight.cut.shape, indices.dtype))
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         weight = cut_of(variable)

@@ -63,6 +63,16 @@ def test_without_tables_nothing_is_added():
     assert extended.sums == [0]
 
 
+@pytest.mark.parametrize(("before", "part"), [(np.inf, 2.0), (1.0, np.inf), (np.inf, -np.inf)])
+def test_an_infinite_total_is_that_of_one_process(before, part):
+    total = tf.Variable(before)
+    with MirroredReplicaStep(ENGINE, Extended(None)) as step:
+        step.record_total(total)
+        total.assign_add(part)
+        (read,) = step.synchronise(reads=[(total, total.read_value())])
+    np.testing.assert_equal([total.numpy(), read.numpy()], 2 * [before + part])
+
+
 class OfRows(Extended):
     """One that knows how many rows its replica has, and compresses products by their factors."""
 

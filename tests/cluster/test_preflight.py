@@ -118,6 +118,7 @@ def test_port_in_use_names_the_holder():
             wait_for_cluster(config, timeout=5)
         assert config.address in str(error.value)
         assert f"process {os.getpid()}" in str(error.value)
+        assert "Make one strategy for each process" in str(error.value)
         with pytest.raises(ClusterStartupError):
             check_local_address(config)
     check_local_address(config)

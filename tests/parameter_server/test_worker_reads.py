@@ -9,6 +9,11 @@ import tensorflow as tf
 from keras_psplus.parameter_server.data import worker_reads
 from keras_psplus.parameter_server.data.worker_reads import WorkerReads, fit_end_to_end
 from keras_psplus.parameter_server.tracing.joined_batches import JoinedBatches, separate
+from keras_psplus.parameter_server.tracing.worker_function import (
+    ClosureVariable,
+    Trace,
+    current_trace,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +80,16 @@ def test_an_error_of_the_data_is_the_errors_own():
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="here"):
         WorkerReads(dataset.element_spec, joins=True).take(iter(dataset), 0, 3)
+
+
+@pytest.mark.parametrize(("before", "change"), [(1.0, 2.0), (np.inf, 0.0)])
+def test_an_infinite_total_changes_by_nothing(before, change):
+    total = ClosureVariable(tf.Variable(0.0), "total")
+
+    @tf.function
+    def step(initial):
+        with current_trace.being(Trace(initial)) as trace:
+            total.assign_add(2.0)
+            return trace.changes()
+
+    assert step(tf.constant([before], tf.float64)).numpy().tolist() == [change]

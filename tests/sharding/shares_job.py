@@ -235,7 +235,8 @@ class Dying(keras.callbacks.Callback):
 
 
 def backup(folder, dies):
-    model, x = mlp(O.Adam(1e-2))
+    # Averages change in the batch after a backup, in which workers have nothing to send.
+    model, x = mlp(O.Adam(1e-2, gradient_accumulation_steps=4, use_ema=True, ema_momentum=0.9))
     callbacks = [keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
     # The first epoch's weights, which the job that resumes has from the backup.
     callbacks.append(

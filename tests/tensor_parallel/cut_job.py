@@ -64,6 +64,14 @@ def mlp(activation="tanh"):
     ), np.random.RandomState(1).randn(ROWS, 7).astype("float32")
 
 
+def table():
+    """Tables cut by vocabulary and by width, whose rows a batch looks up several times."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = L.Embedding(12, 8, name="tokens")(inputs) + L.Embedding(12, 8, name="positions")(inputs)
+    x = L.Dense(8, activation="tanh", name="up")(L.Flatten()(x))
+    return keras.Model(inputs, L.Dense(3, name="down")(x)), tokens()
+
+
 def tokens(length=6, vocabulary=12):
     return np.random.RandomState(1).randint(0, vocabulary, (ROWS, length))
 
@@ -314,6 +322,7 @@ def mixed_precision():
 
 MODELS = {
     "mlp": mlp,
+    "table": table,
     "transformer": transformer,
     "mixed": mixed,
     "grouped": grouped,
@@ -345,6 +354,7 @@ OPTIMIZERS = {
     "muon": lambda: O.Muon(1e-2, global_clipnorm=0.5, weight_decay=0.1, use_ema=True),
     "adafactor": lambda: O.Adafactor(1e-2),
     "lamb": lambda: O.Lamb(1e-2, clipnorm=0.1),
+    "lamb_accumulate": lambda: O.Lamb(1e-2, gradient_accumulation_steps=3),
 }
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.step.tape_gradients import SummingEngine, TapeGradients
 from keras_psplus.compression.factors import outer_products
+from keras_psplus.core.base.metric_state import added
 from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.replica_step import ReplicaStep, current_step
 from keras_psplus.tf_internals import framework_ops as ops
@@ -287,8 +288,8 @@ class MirroredReplicaStep(ReplicaStep):
 
         totals = list(self._baselines.values())
         bases = [self._baselines[variable.ref()][1] for variable, _ in reads]
-        parts = [unless_empty(own_copy(variable).read_value() - base) for variable, base in totals]
-        parts += [unless_empty(value - base) for (_, value), base in zip(reads, bases)]
+        parts = [unless_empty(added(own_copy(v).read_value(), base)) for v, base in totals]
+        parts += [unless_empty(added(value, base)) for (_, value), base in zip(reads, bases)]
         parts += [weighted(own_copy(variable).read_value()) for variable in means]
         parts += [weighted(tensor) for tensor in tensors]
         # Also of what is logged as it is.
@@ -322,7 +323,7 @@ class MirroredReplicaStep(ReplicaStep):
         """Makes some totals global in the middle of a step that runs eagerly."""
         known = [v for v in variables if v.ref() in self._baselines]
         has_rows = self.batch_fraction() > 0
-        parts = [own_copy(v).read_value() - self._baselines[v.ref()][1] for v in known]
+        parts = [added(own_copy(v).read_value(), self._baselines[v.ref()][1]) for v in known]
         parts = [tf.where(has_rows, part, tf.zeros_like(part)) for part in parts]
         for variable, total in zip(known, self._extended.sum_over_replicas(parts)):
             value = self._baselines[variable.ref()][1] + total

@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -80,10 +81,18 @@ def _cannot_bind(
         theirs = None
     if theirs is not None:
         holder = f"{theirs.who}, a task that was started already,"
+    advice = (
+        "It may be a second process with the same task, or one left over from an earlier run: end "
+        "it, or choose another port."
+    )
+    if holder.startswith(f"process {os.getpid()} "):
+        advice = (
+            "That is this process: the server of a strategy stays while it runs. Make one strategy "
+            "for each process, and all models under it."
+        )
     return ClusterStartupError(
-        f"{config.name} cannot listen on {config.address}: {holder} uses the port. It may be a "
-        f"second process with the same task, or one left over from an earlier run: end it, or "
-        f"choose another port. {received}"
+        f"{config.name} cannot listen on {config.address}: {holder} uses the port. {advice} "
+        f"{received}"
     )
 
 

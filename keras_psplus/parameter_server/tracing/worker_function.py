@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.base.metric_state import added
 from keras_psplus.core.base.thread_value import ThreadValue
 from keras_psplus.tf_internals import context, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
@@ -115,7 +116,8 @@ class Trace:
             )
             for variable in self.variables
         ]
-        return tf.concat([*values, tf.zeros([0], tf.float64)], 0) - self._initial[: self._size]
+        after = tf.concat([*values, tf.zeros([0], tf.float64)], 0)
+        return added(after, self._initial[: self._size])
 
 
 def _adds_to(handle: tf.Tensor, value: tf.Tensor) -> bool:
