@@ -186,13 +186,12 @@ class GradientReducer:
             grads = list(grads)
             in_rows = [i for i, one in enumerate(grads) if isinstance(one, tf.IndexedSlices)]
             # As they are in one process, of the rows of all replicas.
-            joins = {i: duplicate_rows.whole_of(grads[i]) for i in in_rows}
+            joins = [
+                duplicate_rows.whole_of(g) if i in in_rows else None for i, g in enumerate(grads)
+            ]
             for i in in_rows:
                 grads[i] = duplicate_rows.summed_for(owner, grads[i])
-            sums = self._sums(owner, kind)[replica](grads, variables, step)
-            for i, join in joins.items():
-                sums[i] = sums[i] if join is None else join(sums[i])
-            return sums
+            return self._sums(owner, kind)[replica](grads, variables, step, joins)
 
     def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:
         of_owner = self._of_owner.setdefault(owner, {})

@@ -141,8 +141,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         with tf.control_dependencies(ready):
             unique = tf.identity(unique)
         # Of a row that does not count, nothing is read, nothing is made.
-        kept = _all_rows if step is None else step.rows_if_any
-        wanted = kept(unique)
+        wanted = unique if step is None else step.rows_if_any(unique)
         method = "lookup_training" if trains else "lookup"
         most = keys.shape.num_elements()
         pull = functools.partial(self._pull, table, most, method=method)
@@ -150,6 +149,9 @@ class HybridExtended(MultiWorkerMirroredExtended):
         if step is not None and step.may_be_empty:
             nothing = tf.zeros([tf.size(unique), table.dim])
             rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
+        # In the gradient of a branch, TensorFlow cannot read variables that the branch has not.
+        count = tf.size(wanted)
+        kept = _all_rows if wanted is unique else lambda rows: rows[:count]
         return variable.with_key_gradient(rows, unique, positions, kept)
 
     def _cache(self, table: Table) -> RowCache | None:

@@ -10,6 +10,7 @@ from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
     backup_and_restore,
     base_optimizer,
+    compile_utils,
     epoch_iterator,
     layers,
     loss_scale_optimizer,
@@ -42,6 +43,7 @@ ATTRIBUTES = [
     ),
     (tf_trainer.TFEpochIterator, "_distributed_dataset _distribute_strategy _get_iterator"),
     (array_data_adapter.ArrayDataAdapter, "_inputs _num_samples _shuffle"),
+    (compile_utils.CompileMetrics, "_user_metrics _user_weighted_metrics"),
     (BaseTrainer, "_compile_loss _compile_metrics _compute_loss _loss_tracker _symbolic_build"),
     (TensorFlowTrainer, "_autoconvert_optionals _distribute_strategy _initial_epoch"),
     (

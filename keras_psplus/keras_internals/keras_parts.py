@@ -20,7 +20,7 @@ from keras.src.models import model as model_module
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
-from keras.src.trainers import epoch_iterator, trainer
+from keras.src.trainers import compile_utils, epoch_iterator, trainer
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
@@ -33,6 +33,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from keras.src.utils import file_utils, io_utils
 
 __all__ = [
+    "compile_utils",
     "array_data_adapter",
     "array_slicing",
     "backend",

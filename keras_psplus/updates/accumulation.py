@@ -123,7 +123,7 @@ class _Rows:
 
     def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
         self._dtype, self._shape = form.dtype, tuple(shape)
-        self._join, wide = form.join, _wide(form.dtype)
+        self._join, self._add, wide = form.join, form.add, _wide(form.dtype)
         self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
         self._indices = states.variable(f"{name} indices", [None], form.index_dtype)
 
@@ -135,7 +135,15 @@ class _Rows:
 
     def _with(self, part: tuple[tf.Tensor, tf.Tensor] | None) -> Sequence[tf.Tensor]:
         pending = self._values.read_value(), self._indices.read_value()
-        return pending if part is None else [tf.concat(pair, 0) for pair in zip(pending, part)]
+        if part is None:
+            return pending
+        values, indices = (tf.concat(pair, 0) for pair in zip(pending, part))
+        if self._add is None:
+            return values, indices
+        own = tf.size(part[1])
+        counts = tf.stack([tf.size(indices) - own, own])
+        added = self._add(tf.IndexedSlices(values, indices), counts)
+        return added.values, added.indices
 
     def add(self, part: tuple[tf.Tensor, tf.Tensor]) -> None:
         values, indices = self._with(part)

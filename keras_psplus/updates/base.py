@@ -25,11 +25,14 @@ class Form(NamedTuple):
         dtype: Its dtype.
         index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
         join: Function that turns rows of several batches into those of one, or None.
+        add: Function that does so for each batch's, with the vector of the counts of the rows so
+            far and of this batch; or None.
     """
 
     dtype: tf.DType
     index_dtype: tf.DType | None
     join: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
+    add: Callable[[tf.IndexedSlices, tf.Tensor], tf.IndexedSlices] | None = None
 
 
 class States(Protocol):

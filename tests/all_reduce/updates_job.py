@@ -80,6 +80,23 @@ def embedding():
     return model
 
 
+class Places(keras.layers.Layer):
+    """Adds rows for the places of tokens, two of which share one."""
+
+    def build(self, shape):
+        self.table = keras.layers.Embedding(3, shape[-1])
+
+    def call(self, x):
+        return x + self.table(keras.ops.arange(keras.ops.shape(x)[1]) // 2)
+
+
+def places():
+    layers = [keras.layers.Embedding(20, 4), Places(), keras.layers.Flatten()]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers, keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    return model
+
+
 def own_step():
     model = OwnStep()
     model(np.zeros((1, 6)))
@@ -102,6 +119,7 @@ ACCUMULATED = {
     "optimizers": (everything_about_optimizers, updates.Accumulate(3), False),
     "flush": (everything_about_optimizers, updates.Accumulate(3, flush=True), False),
     "embedding": (embedding, updates.Accumulate(2), False),
+    "places": (places, updates.Accumulate(2), False),
     "own_step": (own_step, updates.Accumulate(2), False),
     "loss_scale": (loss_scale, updates.Accumulate(3), True),
     "eagerly": (eagerly, updates.Accumulate(2), False),

@@ -55,6 +55,29 @@ def test_a_step_that_cannot_be_traced_is_said_where_the_call_has_built(caplog, m
     assert "second line" not in caplog.text
 
 
+@pytest.mark.parametrize("can_be_traced", [True, False])
+def test_metrics_go_by_the_labels_that_the_step_makes(can_be_traced, monkeypatch):
+    monkeypatch.setattr(log, "_logged", set())
+
+    class OneHot(Own):
+        def call(self, x):
+            return tf.repeat(self.used(x), 4, axis=1)
+
+        def train_step(self, data):
+            x, y = data
+            labels = tf.one_hot(tf.cast(y[:, 0], tf.int32), 4)
+            return self.compute_metrics(x, labels, self(x))
+
+    model = OneHot()
+    model.compile(keras.optimizers.SGD(), "mse", metrics=["accuracy"])
+    by_trace = (lambda model, step, spec: trace(step, spec)) if can_be_traced else fails
+    Builder(by_trace).build(model, "train_step", BATCH)
+    (metric,) = model._compile_metrics.metrics
+    one_hot, sparse = keras.metrics.CategoricalAccuracy, keras.metrics.SparseCategoricalAccuracy
+    assert type(metric) is (one_hot if can_be_traced else sparse)
+    assert len([one for one in model.metrics if one.name == "compile_metrics"]) == 1
+
+
 def test_nothing_built_is_the_error_of_the_step():
     with pytest.raises(ValueError, match="no graph of this step"):
         built(Own(has_call=False), fails)

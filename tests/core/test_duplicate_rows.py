@@ -100,11 +100,16 @@ def test_distinct_ids_are_known_by_how_they_were_made(eager):
 @tf.function
 def tables(x, table):
     """Gradients of two parts of a batch, and of one, by rows of ids of several origins."""
+    x = tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, None])
     places = tf.range(tf.shape(x)[1])
     distances = tf.constant([[0, 1, 2], [1, 0, 1]])
+    between = tf.abs(places[:, tf.newaxis] - places)
     lookups = {
         "places": lambda x: tf.reduce_sum(x[..., tf.newaxis] * tf.gather(table, places)),
         "distances": lambda x: tf.einsum("bi,jid->", x, tf.gather(table, distances)),
+        "between": lambda x: tf.einsum("bi,jid->", x, tf.gather(table, between)),
+        "zeros": lambda x: tf.reduce_sum(tf.gather(table, 0 * tf.cast(x, tf.int32))),
+        "ones of rows": lambda x: tf.reduce_sum(tf.gather(table, tf.ones(tf.shape(x)[:1], int))),
         "rows": lambda x: tf.reduce_sum(tf.gather(table, tf.cast(x, tf.int32))),
     }
     found = {}
@@ -147,6 +152,28 @@ def test_equal_places_with_other_ids_are_not_added_up():
     found = both()
     np.testing.assert_array_equal(found.values[:, 0], [1, 1, 1, 1])
     np.testing.assert_array_equal(found.indices, [0, 1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "counts, keeps_size, expected",
+    [
+        ([2, 0, 2], True, [2, 2, 0, 0]),
+        ([2, 0, 2], False, [2, 2]),
+        ([1, 3], True, [1, 1, 1, 1]),
+        ([1, 3], False, [1, 1, 1, 1]),
+    ],
+)
+def test_places_are_those_of_parts_of_equal_length(counts, keeps_size, expected):
+    """Of ids that are all the same, the ids do not show it."""
+
+    @tf.function
+    def whole():
+        ids = tf.zeros([4], tf.int32)
+        slices = tf.IndexedSlices(tf.ones([4, 1]), ids, tf.constant([3, 1]))
+        join = duplicate_rows.whole_of(slices, keeps_size)
+        return join(slices, tf.constant(counts))
+
+    np.testing.assert_array_equal(whole().values[:, 0], expected)
 
 
 def test_rows_that_are_distinct_are_not_summed_again():

@@ -73,6 +73,19 @@ def of_features(table, ids):
     return keras.layers.Concatenate()([found["several"], found["one"]])
 
 
+class InBranch(keras.layers.Layer):
+    """Looks up in a branch, where the table is made as well."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, ids):
+        rows = tf.shape(ids)[0]
+        found = tf.cond(rows >= 0, lambda: self.table(ids), lambda: tf.zeros([rows, 5, DIM]))
+        return tf.ensure_shape(found, [None, 5, DIM])
+
+
 def train(case, x, y, epochs=2, **others):
     """What a case comes to."""
     options, optimizer, is_text = CASES[case]
@@ -80,7 +93,8 @@ def train(case, x, y, epochs=2, **others):
     ids = keras.Input((5,), dtype="string" if is_text else "int64")
     initializer = keras.initializers.RandomUniform(-0.05, 0.05, seed=7)
     table = psp.layers.DynamicEmbedding(DIM, initializer=initializer, name="t", **options)
-    embedded = of_features(table, ids) if case == "keras_rs" else table(ids)
+    ways = {"keras_rs": of_features, "plain": lambda table, ids: InBranch(table)(ids)}
+    embedded = ways.get(case, lambda table, ids: table(ids))(table, ids)
     model = keras.Model(ids, head(keras.layers.Flatten()(embedded)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer(), loss, metrics=["accuracy"])

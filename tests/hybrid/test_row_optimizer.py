@@ -102,6 +102,27 @@ def test_check_names_constraints_of_all_rows_together(constraint, is_by_rows):
         check_elementwise(config)
 
 
+@keras.saving.register_keras_serializable()
+class AtMost(keras.constraints.Constraint):
+    """A limit for each column of a table."""
+
+    def __init__(self, limits):
+        self.limits = limits
+
+    def __call__(self, w):
+        return keras.ops.minimum(w, np.array(self.limits, "float32"))
+
+    def get_config(self):
+        return {"limits": self.limits}
+
+
+def test_constraint_may_have_numbers_for_the_columns_of_its_table():
+    config = config_of(optimizers.SGD(), None, AtMost([0.1] * 7), None)
+    check_elementwise(config, 7)
+    with pytest.raises(ValueError, match="constraint .*AtMost cannot be applied"):
+        check_elementwise(config, 5)
+
+
 def test_regularizer_and_constraint_are_those_of_the_touched_rows():
     start = np.ones((4, 2), "float32")
     weights = tf.Variable(start)

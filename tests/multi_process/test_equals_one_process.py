@@ -95,6 +95,7 @@ SYNCHRONOUS = [
 ]
 SYNCHRONOUS_SHARDED = [
     *("adamw_with_schedule_and_average", "gradient_accumulation_in_loop", "much_at_once"),
+    "positions_of_tokens",
 ]
 # What is particular to stages on two devices; `tests/pipeline` has more.
 PIPELINE = [
@@ -105,7 +106,7 @@ PIPELINE = [
 # Two pipelines on four devices: what one does here as well is run here alone.
 PIPELINES = [
     *("several_inputs_and_outputs", "gradient_penalty", "gradient_accumulation_in_loop"),
-    "mixed_precision_skips_overflow",
+    *("mixed_precision_skips_overflow", "positions_of_tokens"),
 ]
 # Float tolerance: sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES + ONLY_ASYNCHRONOUS, 2e-5) | {

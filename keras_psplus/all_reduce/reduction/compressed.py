@@ -23,11 +23,13 @@ from keras_psplus.all_reduce.reduction.compressors import IDENTITY, check_compre
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.core.batch.duplicate_rows import Join, Joins
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.updates.values import numbers_of
 
+_Grads: TypeAlias = Sequence[Gradient]
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
 
 
@@ -58,7 +60,7 @@ class CompressedSum:
         self._numbers: dict[int, tuple[int, Any]] = {}
 
     def __call__(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+        self, grads: _Grads, variables: Sequence[Any], step: tf.Tensor, joins: Joins = ()
     ) -> list[Gradient]:
         """Sums gradients.
 
@@ -67,12 +69,13 @@ class CompressedSum:
                 replica but for the values and, in slices, the number of rows.
             variables: Their variables, with a `path` and a `shape`.
             step: int64 scalar, the same on all replicas.
+            joins: `duplicate_rows.whole_of` each gradient; by default, all rows stay as they are.
 
         Returns:
             List of sums, bit-identical on all replicas. Slices come back with the rows of all
             replicas, in rank order.
         """
-        summed, entries = self.sum_and_count(grads, variables, step)
+        summed, entries = self.sum_and_count(grads, variables, step, joins)
         self.traffic_variables.add(entries)
         if self._timed:
             pairs = zip(variables, grads)
@@ -81,12 +84,12 @@ class CompressedSum:
         return summed
 
     def sum_and_count(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+        self, grads: _Grads, variables: Sequence[Any], step: tf.Tensor, joins: Joins = ()
     ) -> tuple[list[Gradient], list[TensorTraffic]]:
         """Sums gradients, and says what it has cost instead of adding that to the totals.
 
         Args:
-            grads, variables, step: As for `__call__`.
+            grads, variables, step, joins: As for `__call__`.
 
         Returns:
             List of sums, and that of the `TensorTraffic` of each.
@@ -123,7 +126,8 @@ class CompressedSum:
             for i, total, entry in zip(places, totals, counted, strict=True):
                 summed[i], entries[i] = total, entry
         for i in set(range(len(grads))) - set(dense):
-            summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step)
+            join = joins[i] if joins else None
+            summed[i], entries[i] = self._slices(grads[i], compressors[i], paths[i], step, join)
         return summed, entries
 
     def compressor_of(self, variable: Any, gradient: Gradient) -> compression.Compressor | None:
@@ -268,7 +272,12 @@ class CompressedSum:
         return [self._estimate(tensor) for tensor in bucket.tensors], entries
 
     def _slices(
-        self, slices: tf.IndexedSlices, compressor: Compressor | None, path: str, step: tf.Tensor
+        self,
+        slices: tf.IndexedSlices,
+        compressor: Compressor | None,
+        path: str,
+        step: tf.Tensor,
+        join: Join | None,
     ) -> tuple[tf.IndexedSlices, TensorTraffic]:
         rows = tf.shape(slices.indices, tf.int64)[0]
         row = slices.values.shape[1:].num_elements() * slices.dtype.size
@@ -281,6 +290,7 @@ class CompressedSum:
             compressor = None
         used = compressor or IDENTITY
         gathered, words, counts = routes.gather_rows(self._launcher, used, slices, step)
+        gathered = gathered if join is None else join(gathered, counts)
         word_bytes = 4 * tf.cast(tf.shape(words)[1], tf.int64)
         # All replicas send as many as the one with the most rows, rounded up to a class.
         padded = padded_size(tf.reduce_max(counts) * tf.shape(words)[1])

@@ -42,11 +42,13 @@ from keras_psplus.all_reduce.topology import group_routes, shards
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
+from keras_psplus.core.batch.duplicate_rows import Joins
 from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.updates.values import numbers_of
 
+_Grads: TypeAlias = Sequence[Gradient]
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
 # Buckets that are on a hop at once. All of them at once would share its link and arrive together:
 # none would be between groups while others are summed inside, nor be handed on while others are
@@ -134,7 +136,7 @@ class TwoLevelSum:
         self._owners: dict[int, tuple[Any, list[_Piece]]] = {}
 
     def __call__(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], step: tf.Tensor
+        self, grads: _Grads, variables: Sequence[Any], step: tf.Tensor, joins: Joins = ()
     ) -> list[Gradient]:
         """Sums gradients, as `CompressedSum` does."""
         summed: list[Any] = list(grads)
@@ -168,7 +170,8 @@ class TwoLevelSum:
             entries[i] = TensorTraffic(*costs[0][:2], *map(sum, zip(*(e[2:6] for e in costs))))
         if others:
             chosen = [grads[i] for i in others], [variables[i] for i in others]
-            sums, of_ring = self._everyone.sum_and_count(*chosen, step)
+            own = [joins[i] for i in others] if joins else ()
+            sums, of_ring = self._everyone.sum_and_count(*chosen, step, own)
             for i, total, entry in zip(others, sums, of_ring, strict=True):
                 outside = self._levels.next_is_outside
                 summed[i], entries[i] = total, entry._replace(between=entry.wire if outside else 0)

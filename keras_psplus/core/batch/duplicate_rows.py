@@ -9,7 +9,7 @@ up once in one process, but by each replica here.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -18,11 +18,14 @@ import tensorflow as tf
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.graph import stand_ins
 
-Join: TypeAlias = Callable[[tf.IndexedSlices], tf.IndexedSlices]
+# Of the rows of all parts, and the vector of their counts.
+Join: TypeAlias = Callable[[tf.IndexedSlices, tf.Tensor], tf.IndexedSlices]
+Joins: TypeAlias = Sequence[Join | None]
 
 # Others would add what their few bits cannot hold.
 _DTYPES = tf.float32, tf.float64
 _CLIPS = "clipnorm", "clipvalue", "global_clipnorm"
+_MARK = "_comes_from_no_row"
 # Some of distinct ids are distinct, too, and in another shape.
 _SAME = "Identity", "Reshape", "StridedSlice"
 
@@ -74,53 +77,84 @@ def _is_range(ids: tf.Tensor) -> bool:
     return first == 0
 
 
-def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None) -> Join | None:
+def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = True) -> Join | None:
     """Function that turns rows of parts of a batch into those of the whole batch.
 
     Args:
         gradient: That of one part.
+        keeps_size: Whether zeros may stay in the place of rows that were added to others, as a GPU
+            would wait for the host to leave them out.
 
     Returns:
         The function, or None where one after the other is what the batch would have.
     """
     if are_distinct(gradient):
-        return summed
-    places = _places(gradient)
-    return functools.partial(_by_place, places=places) if places else None
+        return lambda slices, counts: summed(slices)
+    is_constant = isinstance(gradient, tf.IndexedSlices) and _come_from_no_row(gradient.indices)
+    return functools.partial(_by_place, keeps_size=keeps_size) if is_constant else None
 
 
-def _places(gradient: tf.Tensor | tf.IndexedSlices | None) -> int:
-    """Number of ids that were looked up, if they come from no row; else 0."""
-    if not isinstance(gradient, tf.IndexedSlices) or not tf.is_symbolic_tensor(gradient.indices):
-        return 0
-    ids = gradient.indices
+def _come_from_no_row(ids: tf.Tensor) -> bool:
+    """Whether ids are constants, or computed of the lengths of sequences."""
+    if not tf.is_symbolic_tensor(ids) or hasattr(ids, _MARK):
+        return bool(tf.is_symbolic_tensor(ids))
     # Of a replica without rows there are none.
-    while ids.shape.num_elements() is None and ids.op.type in _SAME:
+    while ids.shape.num_elements() is None and ids.op.type in ("Identity", "StridedSlice"):
         ids = ids.op.inputs[0]
-    return stand_ins.are_equal_everywhere([ids]) and ids.shape.num_elements() or 0
+    lengths, met = {id(op) for op in stand_ins.sources([ids]) if _is_length(op)}, set[int]()
+    return stand_ins.are_equal_everywhere([ids], lengths, met) and bool(
+        # Variables of any size may be each replica's own.
+        met or ids.shape.num_elements()
+    )
 
 
-def _by_place(slices: tf.IndexedSlices, places: int) -> tf.IndexedSlices:
-    """Sum of gradients of so many rows each, if their ids are the same.
+def _is_length(op: tf.Operation) -> bool:
+    """Whether an operation takes sizes of a tensor, other than its rows, from its shape.
 
-    Its other rows are zeros, as a GPU would wait for the host to leave them out.
+    Replicas may have padded their rows to different lengths: `_by_place` sees to that.
     """
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    begin = tf.get_static_value(op.inputs[1])
+    return begin is not None and begin[0] > 0 and not op.get_attr("begin_mask")
+
+
+def _by_place(slices: tf.IndexedSlices, counts: tf.Tensor, keeps_size: bool) -> tf.IndexedSlices:
+    """Sum of gradients of parts with the same ids; those without rows have none.
+
+    Args:
+        counts: Rows of each part, the same vector on all replicas.
+        keeps_size: As for `whole_of`.
+    """
+    places = tf.reduce_max(counts)
+    is_same = tf.reduce_all(tf.logical_or(counts == places, counts == 0))
     size = tf.size(slices.indices)
     rows = tf.range(size)
-    first = rows % places
-    is_same = tf.reduce_all(tf.gather(slices.indices, first) == slices.indices)
+    first = rows % tf.maximum(places, 1)
+    is_same &= tf.reduce_all(tf.gather(slices.indices, first) == slices.indices)
     numbers = tf.where(is_same, first, rows)
+    indices = slices.indices
+    if not keeps_size:
+        size = tf.where(is_same, places, size)
+        indices = indices[:size]
+        # Of what was read from variables, it does not show.
+        setattr(indices, _MARK, True)
     # Grappler would take the size of `rows` for 0, behind a loop that begins with none.
     values = tf.math.unsorted_segment_sum(slices.values, numbers, size)
-    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def joined(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Gradient of two parts of a batch, as the whole of it would have it."""
+    """Gradient of two parts of a batch, as the whole of it would have it.
+
+    The first may be the result for several parts.
+    """
     indices = tf.concat([first.indices, second.indices], 0)
     both = tf.IndexedSlices(tf.concat([first.values, second.values], 0), indices, first.dense_shape)
     join = whole_of(second)
-    return both if join is None or whole_of(first) is None else join(both)
+    if join is None or whole_of(first) is None:
+        return both
+    return join(both, tf.shape(second.indices))
 
 
 def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

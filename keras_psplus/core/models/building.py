@@ -19,6 +19,8 @@ _UNMADE = "uninitialized_variables"
 # Traces a step of a model on a batch of a specification, and runs nothing of it.
 Trace = Callable[[keras.Model, Callable[..., Any], Any], None]
 
+_BY_LABELS = "accuracy", "acc", "crossentropy", "ce"
+
 
 @contextlib.contextmanager
 def lifted(strategy: tf.distribute.Strategy) -> Iterator[None]:
@@ -123,7 +125,8 @@ class Builder:
         """Builds by a call on the batch, as Keras does, or else by the step."""
         failed = None
         try:
-            model._symbolic_build(data_batch=batch)
+            with _without_metrics_by_labels(model):
+                model._symbolic_build(data_batch=batch)
         except Exception as error:
             if any(variable._value is None for variable in model.variables):
                 # It could not be made, as with a layout that does not fit: a step would say less.
@@ -138,6 +141,7 @@ class Builder:
             # A tf.function in the step may need AutoGraph. What Keras has built remains.
             if failed is not None:
                 raise
+            model._symbolic_build(data_batch=batch)
             reason = next(iter(str(error).splitlines()), "")
             log.warn_once(
                 "the %s of the model '%s' cannot be traced to build what it alone uses; it goes on "
@@ -152,6 +156,24 @@ def _forget_unmade(model: keras.Model) -> None:
     own = {id(variable) for variable in model.variables}
     unmade = global_state.get_global_attribute(_UNMADE, [])
     unmade[:] = [variable for variable in unmade if id(variable) not in own]
+
+
+@contextlib.contextmanager
+def _without_metrics_by_labels(model: keras.Model) -> Iterator[None]:
+    """Context in which a model has no metrics such as `"accuracy"`.
+
+    Keras chooses their class by the labels, and a step may make others of those in the data.
+    """
+    metrics = model._compile_metrics
+    wanted = metrics and (metrics._user_metrics, metrics._user_weighted_metrics)
+    names = {str(one).lower() for one in tf.nest.flatten(wanted)}
+    if names.intersection(_BY_LABELS):
+        # Keras's own way of setting it would track them once more.
+        vars(model)["_compile_metrics"] = None
+    try:
+        yield
+    finally:
+        vars(model)["_compile_metrics"] = metrics
 
 
 def _unbuilt(model: keras.Model) -> set[int]:

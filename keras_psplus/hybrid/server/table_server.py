@@ -199,7 +199,7 @@ class TableServer:
     ) -> dict[str, Any]:
         shard = self._shards[key]
         self._files.settle()
-        check_elementwise(config)
+        check_elementwise(config, shard.spec["dim"])
         shard.set_optimizer(config, number, first_slot)
         self._files.prepare()
         self._generation += 1

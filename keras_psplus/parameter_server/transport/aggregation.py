@@ -88,8 +88,8 @@ class GradientSum(NamedTuple):
         queue = self._queue()
 
         def take_one(
-            found: tf.Tensor, values: tf.Tensor, indices: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            found: tf.Tensor, values: tf.Tensor, indices: tf.Tensor, counts: tf.Tensor
+        ) -> tuple[tf.Tensor, ...]:
             with tf.device(self.target.device):
                 its_stamp, more, numbers = self._dequeue(queue)
                 # What a worker that was given up has sent since is not of this attempt.
@@ -97,24 +97,29 @@ class GradientSum(NamedTuple):
                 rows = is_ours * tf.shape(numbers)[0]
                 values = tf.concat([values, tf.ensure_shape(more, self._row_shape)[:rows]], 0)
                 indices = tf.concat([indices, tf.ensure_shape(numbers, [None])[:rows]], 0)
-            return found + is_ours, values, indices
+                counts = tf.concat([counts, [rows]], 0)
+            return found + is_ours, values, indices, counts
 
-        _, values, indices = tf.while_loop(
+        _, values, indices, counts = tf.while_loop(
             lambda found, *_: found < count,
             take_one,
             (
                 tf.constant(0),
                 tf.zeros([0, *self.target.shape[1:]], self.dtype),
                 tf.zeros([0], self.index_dtype),
+                tf.zeros([0], tf.int32),
             ),
-            shape_invariants=(tf.TensorShape([]), self._row_shape, tf.TensorShape([None])),
+            shape_invariants=(
+                *(tf.TensorShape([]), self._row_shape),
+                *(tf.TensorShape([None]), tf.TensorShape([None])),
+            ),
         )
         slices = tf.IndexedSlices(
             values * tf.cast(scale, values.dtype),
             indices,
             tf.constant(self.target.shape.as_list(), indices.dtype),
         )
-        return slices if self.join is None else self.join(slices)
+        return slices if self.join is None else self.join(slices, counts)
 
     def release(self, stamp: tf.Tensor, count: tf.Tensor) -> None:
         """Adds zeros instead of gradients that will not come, so that nobody waits for them."""

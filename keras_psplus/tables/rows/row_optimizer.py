@@ -273,13 +273,17 @@ def config_of(
     }
 
 
-def check_elementwise(config: dict[str, Any]) -> None:
+def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
     """Checks that an optimizer, and a table's constraint, compute each row by itself.
+
+    Args:
+        config: What `config_of` has returned.
+        dim: Numbers in a row, of which a constraint may have its own for each.
 
     Raises:
         ValueError: If they do not, as those whose step depends on a norm or on factors.
     """
-    _check_constraint(config["constraint"])
+    _check_constraint(config["constraint"], dim)
     random = np.random.RandomState(0)
     start = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
     gradient = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
@@ -287,7 +291,7 @@ def check_elementwise(config: dict[str, Any]) -> None:
     try:
         for groups in ([[0, 1, 2]], [[0], [1], [2]]):
             weights = tf.Variable(start)
-            rows = RowOptimizer(config, weights)
+            rows = RowOptimizer({**config, "constraint": None}, weights)
             for step in range(2):
                 for ids in groups:
                     rows.apply(
@@ -306,14 +310,14 @@ def check_elementwise(config: dict[str, Any]) -> None:
         raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
 
 
-def _check_constraint(config: Mapping[str, Any] | None) -> None:
+def _check_constraint(config: Mapping[str, Any] | None, dim: int) -> None:
     if config is None:
         return
     why = "what it makes of a row depends on the other rows"
     try:
         constraint = keras.constraints.get(config)
         for scale in _CHECK_SCALES:
-            values = np.random.RandomState(0).standard_normal((_CHECK_ROWS, _CHECK_DIM)) * scale
+            values = np.random.RandomState(0).standard_normal((_CHECK_ROWS, dim)) * scale
             rows = tf.constant(values, tf.float32)
             one_by_one = tf.concat([constraint(row[tf.newaxis]) for row in rows], 0)
             if not np.allclose(constraint(rows), one_by_one, rtol=1e-4, atol=1e-6 * scale):
