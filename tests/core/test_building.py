@@ -70,8 +70,7 @@ def test_metrics_go_by_the_labels_that_the_step_makes(can_be_traced, monkeypatch
 
     model = OneHot()
     model.compile(keras.optimizers.SGD(), "mse", metrics=["accuracy"])
-    by_trace = (lambda model, step, spec: trace(step, spec)) if can_be_traced else fails
-    Builder(by_trace).build(model, "train_step", BATCH)
+    Builder(by_trace if can_be_traced else fails).build(model, "train_step", BATCH)
     (metric,) = model._compile_metrics.metrics
     one_hot, sparse = keras.metrics.CategoricalAccuracy, keras.metrics.SparseCategoricalAccuracy
     assert type(metric) is (one_hot if can_be_traced else sparse)
