@@ -109,7 +109,7 @@ def tables(x, table):
         "distances": lambda x: tf.einsum("bi,jid->", x, tf.gather(table, distances)),
         "between": lambda x: tf.einsum("bi,jid->", x, tf.gather(table, between)),
         "zeros": lambda x: tf.reduce_sum(tf.gather(table, 0 * tf.cast(x, tf.int32))),
-        "ones of rows": lambda x: tf.reduce_sum(tf.gather(table, tf.ones(tf.shape(x)[:1], int))),
+        "ones of rows": lambda x: tf.reduce_sum(tf.gather(table, tf.fill(tf.shape(x)[:1], 1))),
         "rows": lambda x: tf.reduce_sum(tf.gather(table, tf.cast(x, tf.int32))),
     }
     found = {}
