@@ -48,7 +48,7 @@ def start(
         )
     if task.num_workers == 1:
         return task
-    early_init.check_not_initialized("keras_psplus.MultiWorkerMirroredStrategy")
+    early_init.check_not_initialized("a strategy for several workers")
     tuning.tune()
     preflight.wait_for_cluster(task, job_types=_JOBS, timeout=startup_timeout, all_wait=True)
     early_init.disarm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,6 +107,13 @@ class LayoutMap(keras.distribution.LayoutMap):
     def __setitem__(self, key: str, layout: Any) -> None:
         axes = layout.axes if isinstance(layout, keras.distribution.TensorLayout) else layout
         check_axes(axes, self.device_mesh, key)
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ValueError(
+                f"a key of a layout map must be a path or a regular expression, and {error}. "
+                f"Received: key={key!r}"
+            ) from error
         super().__setitem__(key, layout)
 
 

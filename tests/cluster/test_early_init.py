@@ -15,7 +15,7 @@ CASES = {
     "before the import": ("tf.constant(1)\n" + INSTALL, ["before `import keras_psplus`"]),
     "after disarm": (
         INSTALL + "early_init.disarm()\ntf.constant(1)\n",
-        ["before `import keras_psplus`"],
+        ["for another strategy: a process has one"],
     ),
 }
 SCRIPT = """import sys

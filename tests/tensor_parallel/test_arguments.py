@@ -55,6 +55,8 @@ def test_layouts(axes, text):
     layouts = psp.LayoutMap(psp.DeviceMesh((2, 2), AXES))
     with pytest.raises(ValueError, match=f"{text}.*Received: .*kernel="):
         layouts[".*kernel"] = axes
+    with pytest.raises(ValueError, match=r"missing \), .*Received: key='\(up/kernel'"):
+        layouts["(up/kernel"] = (None, "model")
     layouts["a/kernel"] = (None, "model")
     assert layouts["a/kernel"].axes == psp.TensorLayout((None, "model")).axes
 

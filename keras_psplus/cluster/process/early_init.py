@@ -20,6 +20,7 @@ _MAX_FRAMES = 3
 class _State:
     installed: bool = False
     frames: tuple[Any, ...] | None = None  # the user's frames of the call, innermost last
+    has_strategy: bool = False
 
 
 _state = _State()
@@ -47,10 +48,11 @@ def install() -> None:
 
 
 def disarm() -> None:
-    """Stops recording; does nothing if the runtime was started or `install` not called."""
+    """Stops recording, as a strategy starts the runtime."""
     _remove(_tf_context.context())
     _state.installed = False
     _state.frames = None
+    _state.has_strategy = True
 
 
 def check_not_initialized(what: str) -> None:
@@ -76,6 +78,8 @@ def check_not_initialized(what: str) -> None:
         cause = f"It was started by this call (innermost last):\n{shown}\n"
     elif _state.installed:
         cause = "It was started by a call from inside a library. "
+    elif _state.has_strategy:
+        cause = "It was started for another strategy: a process has one. "
     else:
         cause = "It was started before `import keras_psplus`. "
     raise RuntimeError(
