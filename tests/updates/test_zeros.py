@@ -20,7 +20,12 @@ def kept(instead):
 
     def used():
         gc.collect()
-        return tf.config.experimental.get_memory_info("CPU:0")["current"]
+        try:
+            return tf.config.experimental.get_memory_info("CPU:0")["current"]
+        except ValueError:
+            pytest.skip(
+                "TensorFlow counts memory where it uses oneDNN, as on CPUs with AVX512_VNNI"
+            )
 
     tensor, before = tf.ones([SIZE]), used()
     assert float(tf.reduce_sum(choose(tf.constant(True), tensor))) == SIZE
