@@ -96,8 +96,10 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
 
 def _come_from_no_row(ids: tf.Tensor) -> bool:
     """Whether ids are constants, or computed of the lengths of sequences."""
-    if not tf.is_symbolic_tensor(ids) or hasattr(ids, _MARK):
-        return bool(tf.is_symbolic_tensor(ids))
+    if not tf.is_symbolic_tensor(ids):
+        return False
+    if hasattr(ids, _MARK):
+        return True
     # Of a replica without rows there are none.
     while ids.shape.num_elements() is None and ids.op.type in ("Identity", "StridedSlice"):
         ids = ids.op.inputs[0]

@@ -141,7 +141,8 @@ class Builder:
             # A tf.function in the step may need AutoGraph. What Keras has built remains.
             if failed is not None:
                 raise
-            model._symbolic_build(data_batch=batch)
+            if model._compile_metrics is not None and not model._compile_metrics.built:
+                model._symbolic_build(data_batch=batch)
             reason = next(iter(str(error).splitlines()), "")
             log.warn_once(
                 "the %s of the model '%s' cannot be traced to build what it alone uses; it goes on "
