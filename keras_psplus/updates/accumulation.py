@@ -6,23 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.updates.base import Apply, Context, Grads, ReplicaUpdates, States, Step
-from keras_psplus.updates.base import Form as Form
+from keras_psplus.updates.base import Apply, Context, Form, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.host_count import HostCount
 from keras_psplus.updates.values import zeros_like
-
-
-def forms_of(grads: Grads) -> list[Form | None]:
-    """The `Form` of each gradient, None for None."""
-    return [
-        None
-        if gradient is None
-        else Form(
-            gradient.dtype,
-            gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None,
-        )
-        for gradient in grads
-    ]
 
 
 class Accumulation(ReplicaUpdates):

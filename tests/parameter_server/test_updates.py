@@ -68,7 +68,7 @@ def test_accumulating_equals_one_process_on_larger_batches(name, job):
     iterations, sent = numbers[f"accumulated {name}"]
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     assert iterations == int(optimizer.iterations) > 0
-    if name != "embedding":
+    if name not in ("embedding", "places"):
         assert sent == iterations * sum(weight.nbytes for weight in got)
 
 

@@ -16,8 +16,7 @@ from keras_psplus.core.base.optimizers import (
 )
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.batch import replica_step as step_module
-from keras_psplus.updates.accumulation import forms_of
-from keras_psplus.updates.base import Context, Form
+from keras_psplus.updates.base import Context
 
 if TYPE_CHECKING:
     import keras
@@ -66,7 +65,7 @@ class MirroredUpdates:
             group_sums = None
             if self._strategy().extended.levels is not None:
                 group_sums = functools.partial(self._group_sums, weakref.ref(unwrapped(optimizer)))
-            forms = [form and _joining(form, g) for form, g in zip(forms_of(grads), grads)]
+            forms = duplicate_rows.forms_of(grads)
             context = Context(states, name, forms, variables, parts, averaged, sums, group_sums)
             units[key] = self.policy.on_replica(context)
         units[key].on_gradients(step, grads, variables, lambda g, v: original(optimizer, g, v))
@@ -177,13 +176,6 @@ class MirroredUpdates:
             states = self._strategy().extended.worker_state.states_of(owner)
             self._of_owner[owner] = _OptimizerState(owner, [s.within("updates") for s in states])
         return self._of_owner[owner]
-
-
-def _joining(form: Form, gradient: Any) -> Form:
-    """The form with what makes rows of several batches those of one."""
-    if duplicate_rows.are_distinct(gradient):
-        return form._replace(join=duplicate_rows.summed)
-    return form._replace(add=duplicate_rows.whole_of(gradient, keeps_size=False))
 
 
 class _OptimizerState:

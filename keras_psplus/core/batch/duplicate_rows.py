@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.graph import stand_ins
+from keras_psplus.updates.base import Form, Grads
 
 # Of the rows of all parts, and the vector of their counts.
 Join: TypeAlias = Callable[[tf.IndexedSlices, tf.Tensor], tf.IndexedSlices]
@@ -92,6 +93,24 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
         return lambda slices, counts: summed(slices)
     is_constant = isinstance(gradient, tf.IndexedSlices) and _come_from_no_row(gradient.indices)
     return functools.partial(_by_place, keeps_size=keeps_size) if is_constant else None
+
+
+def forms_of(gradients: Grads) -> list[Form | None]:
+    """Types of gradients to accumulate, with what turns rows of batches into those of one.
+
+    Returns:
+        List with the `Form` of each gradient, None for None.
+    """
+    return [None if gradient is None else _form_of(gradient) for gradient in gradients]
+
+
+def _form_of(gradient: tf.Tensor | tf.IndexedSlices) -> Form:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return Form(gradient.dtype, None)
+    form = Form(gradient.dtype, gradient.indices.dtype)
+    if are_distinct(gradient):
+        return form._replace(join=summed)
+    return form._replace(add=whole_of(gradient, keeps_size=False))
 
 
 def _come_from_no_row(ids: tf.Tensor) -> bool:

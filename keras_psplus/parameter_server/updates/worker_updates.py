@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
+from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
@@ -28,8 +29,7 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     pack,
 )
 from keras_psplus.updates import Updates, map_values
-from keras_psplus.updates.accumulation import Form, forms_of
-from keras_psplus.updates.base import Context
+from keras_psplus.updates.base import Context, Form
 
 # Raised by a thread while an optimizer is given sums, not a batch's gradients.
 applying_flag = ThreadFlag()
@@ -129,7 +129,7 @@ class WorkerUpdates:
             units[key] = _Unit(
                 str(len(units)),
                 policy,
-                forms_of(gradients),
+                duplicate_rows.forms_of(gradients),
                 list(variables),
                 is_by_rows,
                 weakref.ref(optimizer),
