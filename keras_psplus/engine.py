@@ -123,9 +123,10 @@ class Engine:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._answers = dict(cls._answers)
-        for method, value in vars(cls).items():
-            cls._answers.update(dict.fromkeys(getattr(value, "answers", ()), method))
+        cls._answers = {}
+        for base in reversed(cls.__mro__):
+            for method, value in vars(base).items():
+                cls._answers.update(dict.fromkeys(getattr(value, "answers", ()), method))
 
     def __init__(self, strategy: tf.distribute.Strategy | None = None) -> None:
         self._strategy = None if strategy is None else weakref.ref(strategy)

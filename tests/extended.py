@@ -210,6 +210,9 @@ TESTS = {
         *("*[adagrad]", "*[clipnorm]", "*[again]", "*[mixed_precision]", "*[of_rows]"),
         "*[global_clipnorm]",
     ],
+    "hybrid/test_shards.py": [
+        *("*[clipnorm]", "*[global_clipnorm]", "*[own_step]", "*[mixed_precision]"),
+    ],
     "hybrid/test_prefetch.py": [
         "*[unending]",
         "*[arrays]",

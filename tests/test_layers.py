@@ -28,8 +28,8 @@ LAYERS = [
     {"callbacks"},
     {"core", "layers"},
     {"all_reduce", "parameter_server", "pipeline", "serving"},
-    {"hybrid", "sharding"},
-    {"tensor_parallel"},
+    {"sharding"},
+    {"hybrid", "tensor_parallel"},
     {"catalogue", "keras_hooks"},
     {"cli"},
 ]
@@ -71,7 +71,7 @@ FOLDERS = {
     ],
     "hybrid": [
         *("rows", "rpc", "stalls", "tables", "files", "extended", "server"),
-        *("context", "engine", "strategy"),
+        *("context", "engine", "sharded", "strategy"),
     ],
     "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
     "layers": ["combiners", "dynamic_embedding", "feature_lookup"],

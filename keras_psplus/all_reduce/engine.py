@@ -17,7 +17,7 @@ from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.callbacks import PublishTables
 from keras_psplus.core.base.metric_state import accumulates
-from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import iterations_of, optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
 from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
@@ -296,7 +296,7 @@ class AllReduceEngine(DistributedEngine):
             return grads
         parts = [with_shape(grads[i], variables[i]) for i in own]
         of_own = [variables[i] for i in own]
-        number = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
+        number = iterations_of(optimizer)
         sums = self.strategy.extended.reducers.sum(parts, of_own, number, owner=optimizer)
         if step is not None and step.writes_back_sums:
             wholes = self.of_whole_weights(sums, of_own) if self.cuts_weights else sums

@@ -1,4 +1,4 @@
-"""The argument `shard=` of `MultiWorkerMirroredStrategy`."""
+"""The argument `shard=` of `MultiWorkerMirroredStrategy`, and of strategies with its engine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,37 @@ from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
 
-# Modules of a package above this one, by name, as a file in `strategies/` is.
+# Modules of packages above this one, by name, as a file in `strategies/` is; by engines.
+_SHARDED = "keras_psplus.sharding.extended", "ShardedExtended"
 _ENGINES = {
-    "optimizer": ("keras_psplus.sharding.engine", "ShardedEngine"),
-    "all": ("keras_psplus.sharding.full_engine", "FullyShardedEngine"),
+    "AllReduceEngine": {
+        "optimizer": (("keras_psplus.sharding.engine", "ShardedEngine"), _SHARDED),
+        "all": (("keras_psplus.sharding.full_engine", "FullyShardedEngine"), _SHARDED),
+    },
+    "HybridEngine": {
+        "optimizer": (
+            ("keras_psplus.hybrid.sharded", "ShardedHybridEngine"),
+            ("keras_psplus.hybrid.sharded", "ShardedHybridExtended"),
+        ),
+    },
 }
-_EXTENDED = "keras_psplus.sharding.extended", "ShardedExtended"
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 
 
-def check(shard: str | None, updates: Updates | None, is_plain: bool) -> str | None:
+def check(shard: str | None, updates: Updates | None, engine: type) -> str | None:
     """Returns `shard`, if it is known and can be combined with the other arguments.
 
     Args:
         shard: The argument.
         updates: The strategy's `updates`.
-        is_plain: Whether the strategy's engine is that of all-reduce.
+        engine: The class of the strategy's engine.
 
     Raises:
         ValueError: If it is not, or cannot.
     """
     if shard is None:
         return None
-    if shard not in _ENGINES:
+    if shard not in _ENGINES["AllReduceEngine"]:
         raise ValueError(
             '`shard` must be None, "optimizer", which leaves to each worker a part of the '
             'optimizer\'s state, or "all", which leaves it a part of the weights, too. '
@@ -50,9 +58,16 @@ def check(shard: str | None, updates: Updates | None, is_plain: bool) -> str | N
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    if not is_plain:
+    known = _ENGINES.get(engine.__name__)
+    if known is None:
         raise ValueError(
-            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy. "
+            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy or "
+            f"HybridStrategy. Received: shard={shard!r}"
+        )
+    if shard not in known:
+        raise ValueError(
+            'HybridStrategy takes shard="optimizer": its largest weights, which are tables, lie on '
+            'parameter servers already. For `shard="all"`, use MultiWorkerMirroredStrategy. '
             f"Received: shard={shard!r}"
         )
     return shard
@@ -195,15 +210,21 @@ def check_devices(shard: str | None, devices: int) -> None:
         )
 
 
-def classes(shard: str, weights: Compressor | None, group: int | None) -> tuple[Any, Any]:
+def classes(
+    shard: str,
+    weights: Compressor | None,
+    group: int | None,
+    engine: type,
+) -> tuple[Any, Any]:
     """Engine and implementation half of a strategy with `shard`.
 
     Args:
         weights: Compressor of what is gathered of weights, or None.
         group: Number of workers that have the parts of a variable; None for all.
+        engine: The class of the strategy's engine without `shard`.
     """
-    engine, extended = (
+    cls, extended = (
         getattr(importlib.import_module(module), name)
-        for module, name in (_ENGINES[shard], _EXTENDED)
+        for module, name in _ENGINES[engine.__name__][shard]
     )
-    return engine, functools.partial(extended, weights=weights, group_size=group)
+    return cls, functools.partial(extended, weights=weights, group_size=group)

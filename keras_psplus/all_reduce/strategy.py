@@ -6,7 +6,8 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -145,8 +146,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
         self._updates = updates_module.get(updates)
-        is_plain = self._engine_class is AllReduceEngine
-        shard_option.check(shard, self._updates, is_plain)
+        shard_option.check(shard, self._updates, self._engine_class)
         of_gradients, of_weights = shard_option.compressors(compression, shard)
         shard_option.check_group(shard_group, shard, workers)
         hops = compressors_per_hop(of_gradients, self._topology)
@@ -165,7 +165,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         self._options = {"compression": compression, "updates": updates, "topology": topology}
         self._options |= {"shard": shard, "shard_group": shard_group, "jit_blocks": jit_blocks}
         if shard is not None and multi_worker:
-            chosen = shard_option.classes(shard, of_weights, shard_group)
+            chosen = shard_option.classes(shard, of_weights, shard_group, self._engine_class)
             self._engine_class, self._extended_class = chosen
             # All that is freed would stay in the process, which then is as large as without shares.
             memory.keep_little_freed_memory()
@@ -184,6 +184,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
                     math.ceil(bucket_bytes),
                     self._updates,
                     self._topology,
+                    **self._extended_options,
                 ),
             )
             shard_option.check_devices(shard, len(self.extended.worker_devices))
@@ -211,6 +212,8 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         return StallProbe(task, self._progress, self._step_marks)
 
     _extended_class: Callable[..., MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
+    # Further arguments of its own.
+    _extended_options: Mapping[str, Any] = MappingProxyType({})
     _start = staticmethod(startup.start)
 
     @property

@@ -1,4 +1,4 @@
-"""Engine of `HybridStrategy`: that of all-reduce, and tables."""
+"""Engines of `HybridStrategy`: that of all-reduce, or one with shares, and tables."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
     from keras_psplus.engine import Gradients, Pairs, Variables
 
+    _Replicas = AllReduceEngine
+else:
+    _Replicas = object
 
-class HybridEngine(AllReduceEngine):
-    """For replicas that take steps together, and parameter servers that have tables."""
+
+class TableEngine(_Replicas):
+    """Mixin for an engine of replicas that take steps together: parameter servers have tables."""
 
     # Lookups of tables are not compiled, which is most of the step of many models.
     compiles_by_default = False
@@ -210,11 +214,32 @@ class HybridEngine(AllReduceEngine):
             grads = row_gradients.on_dense(super().clip, optimizer, grads, variables, dense)
         finally:
             optimizer.global_clipnorm = norm
-        if row_gradients.clips_by_norm(optimizer):
-            return row_gradients.clip_by_norm(
-                self.strategy.extended, optimizer, grads, variables, tables, dense
-            )
+        if not row_gradients.clips_by_norm(optimizer):
+            return grads
+        squares = row_gradients.squares(self.strategy.extended, [variables[i] for i in tables])
+        if norm:
+            own = self._squares(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
+            scale = row_gradients.scale_of([*own, *squares], norm)
+            scaled = functools.partial(self._scaled, scale)
+            grads = row_gradients.on_dense(scaled, optimizer, grads, variables, dense)
+            scales = [scale] * len(tables)
+        else:
+            scales = [row_gradients.scale_of([one], optimizer.clipnorm) for one in squares]
+        for i, scale in zip(tables, scales):
+            grads[i] = row_gradients.Scaled(scale)
         return grads
+
+    # Of gradients of what lies on workers.
+
+    def _squares(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
+        """Squared norms, float32 scalars."""
+        return [row_gradients.square(gradient) for gradient in grads]
+
+    def _scaled(
+        self, scale: tf.Tensor, optimizer: Optimizer, grads: Gradients, variables: Variables
+    ) -> list[Any]:
+        """Gradients times a scale."""
+        return [g if g is None else g * tf.cast(scale, g.dtype) for g in grads]
 
     def decay(self, optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
         super().decay(optimizer, [v for v in variables if table_of(v) is None])
@@ -254,3 +279,7 @@ class HybridEngine(AllReduceEngine):
         if self._context is None or not self.strategy.is_chief:
             return None
         return self._context.servers.are_told_to_end
+
+
+class HybridEngine(TableEngine, AllReduceEngine):
+    """All-reduce, and tables."""

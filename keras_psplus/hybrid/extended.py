@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -13,7 +13,6 @@ from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
-from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
@@ -26,17 +25,27 @@ from keras_psplus.tables.rows.row_optimizer import scalars_of
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
+if TYPE_CHECKING:
+    _Replicas = MultiWorkerMirroredExtended
+else:
+    _Replicas = object
+
 _LONG = tf.int64
 
 
-class HybridExtended(MultiWorkerMirroredExtended):
-    """Additional APIs of `keras_psplus.HybridStrategy`."""
+class TableExtended(_Replicas):
+    """Mixin for an implementation half: lookups and updates of tables."""
 
     # The host asks servers for the rows of a batch's ids.
     fetches_to_devices = False
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, *args: Any, is_sync: bool, reads_ahead: bool
+        self,
+        strategy: tf.distribute.Strategy,
+        *args: Any,
+        is_sync: bool,
+        reads_ahead: bool,
+        **options: Any,
     ) -> None:
         self._barrier = Barrier(self) if is_sync else None
         self._clocks: dict[tuple[int, int], tf.Variable] = {}
@@ -46,7 +55,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         # Functions by tables; and the numbers of pushes up to which nothing waits.
         self._flushes: dict[Any, Callable[[], Any]] = {}
         self._flushed: dict[Table, int] = {}
-        super().__init__(strategy, *args)
+        super().__init__(strategy, *args, **options)
         if reads_ahead:
             self.worker_state.add("rows_read_ahead", self.rows_ahead, self.rows_ahead.states)
 
@@ -99,7 +108,7 @@ class HybridExtended(MultiWorkerMirroredExtended):
         ready = []
         if self._barrier is not None and distribute_lib.get_replica_context() is not None:
             ready.append(_passed(self._barrier))
-        with tf.control_dependencies([*ready, _check_range(table, unique)]):
+        with tf.control_dependencies([*ready, prefetch.check_range(table, unique)]):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
         # Of a row that does not count, nothing is read.
@@ -300,6 +309,10 @@ class HybridExtended(MultiWorkerMirroredExtended):
                 step.has_pushed = True
 
 
+class HybridExtended(TableExtended, MultiWorkerMirroredExtended):
+    """Additional APIs of `keras_psplus.HybridStrategy`."""
+
+
 def _passed(barrier: Barrier) -> tf.Tensor:
     step = MirroredReplicaStep.current()
     if step is None or not step.has_pushed:
@@ -325,22 +338,3 @@ def _iterations(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
 def _numbers(optimizer: keras.optimizers.Optimizer, learning_rate: Any) -> tf.Tensor:
     scalars = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in scalars_of(optimizer)]
     return tf.stack([tf.cast(tf.convert_to_tensor(learning_rate), tf.float32), *scalars])
-
-
-def _check_range(table: Table, unique: tf.Tensor) -> tf.Operation:
-    """An assertion that ids are rows of the table."""
-    wrong = prefetch.wrong(table, unique)
-    good = tf.logical_not(tf.reduce_any(wrong))
-
-    def text() -> tf.Tensor:
-        first = tf.boolean_mask(unique, wrong)[0]
-        return tf.strings.join(
-            [
-                f"{failure.REFUSED}The layer {table.layer_name} was asked for a row that its "
-                f"table does not have: ids go from 0 to {table.rows - 1}. Received: id ",
-                # Negative ones count from the end, and have been moved there.
-                tf.strings.as_string(tf.where(first < 0, first - table.rows, first)),
-            ]
-        )
-
-    return tf.debugging.Assert(good, [tf.cond(good, lambda: tf.constant(""), text)])

@@ -92,6 +92,9 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         compression: How the gradients of what is all-reduced are sent.
         updates: Only `Accumulate` can be combined with tables.
         topology: The path of the gradients of what is all-reduced.
+        shard: `"optimizer"` to leave each worker a part of the optimizer's state of what is
+            all-reduced, as for `MultiWorkerMirroredStrategy`.
+        shard_group: As for `MultiWorkerMirroredStrategy`.
         jit_blocks: As for `MultiWorkerMirroredStrategy`; lookups of tables are not compiled.
 
     Raises:
@@ -115,7 +118,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
     Networks", EuroSys 2019.
     """
 
-    _engine_class = HybridEngine
+    _engine_class, _extended_class = HybridEngine, HybridExtended
 
     def __init__(
         self,
@@ -135,9 +138,11 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
         bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
-        compression: str | dict[str, str | Compressor | None] | Compressor | None = None,
+        compression: str | dict[str, Any] | Compressor | None = None,
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
+        shard: str | None = None,
+        shard_group: int | None = None,
         jit_blocks: int | None = None,
     ) -> None:
         activation.activate()
@@ -165,8 +170,14 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         task = discovery.find_task_config()
         roles.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
-        compressors_per_hop(compression, topology_module.get(topology, workers_of(task)))
-        shard_option.check_blocks(None, jit_blocks)
+        workers = workers_of(task)
+        shard_option.check(shard, updates, self._engine_class)
+        shard_option.check_group(shard_group, shard, workers)
+        of_gradients, _ = shard_option.compressors(compression, shard)
+        groups = topology_module.get(topology, workers)
+        hops = compressors_per_hop(of_gradients, groups)
+        shard_option.check_topology(groups, shard, shard_group, hops)
+        shard_option.check_blocks(shard, jit_blocks)
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -176,9 +187,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         self._sync, self._has_servers = sync, task is not None
         self._prefetch = prefetch and task is not None
         self._context: TableContext | None = None
-        self._extended_class = functools.partial(
-            HybridExtended, is_sync=sync and self._has_servers, reads_ahead=self._prefetch
-        )
+        self._extended_options = {
+            "is_sync": sync and self._has_servers,
+            "reads_ahead": self._prefetch,
+        }
         if task is not None:
             secret = Secret(names.token_of(task, job_token))
             agreed = json.dumps([sync, prefetch, repr(pull), repr(push), task.cluster])
@@ -199,6 +211,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 compression=compression,
                 updates=updates,
                 topology=topology,
+                shard=shard,
+                shard_group=shard_group,
                 jit_blocks=jit_blocks,
             )
         self._options |= {

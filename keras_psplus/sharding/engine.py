@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.optimizers import iterations_of, optimizers_of
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
@@ -189,7 +189,7 @@ class ShardedEngine(AllReduceEngine):
                 [variables[i] for i in parts],
                 [places[i].parts for i in parts],
                 [optimizer._get_variable_index(variables[i]) for i in parts],
-                _step_of(optimizer),
+                iterations_of(optimizer),
             )
             for i, part in zip(parts, found):
                 grads[i] = part
@@ -212,7 +212,7 @@ class ShardedEngine(AllReduceEngine):
             totals = layout.scatter(extended.route, tensors, extended.store.rank)
             held = [i for i, total in zip(own, totals) if total is not None]
             of_own = [total for total in totals if total is not None]
-            step = _step_of(optimizer)
+            step = iterations_of(optimizer)
             mine = exchange.sum_between(of_own, [variables[i] for i in held], step)
             for i in own:
                 grads[i] = mine[held.index(i)] if i in held else None
@@ -244,11 +244,14 @@ class ShardedEngine(AllReduceEngine):
             clipped = [None if g is None else next(found) for g in grads]
             return self._cut_if_dense(grads, clipped, places)
         # Of what is cut, each worker has a part of the squares; rows are on all workers.
-        pairs = enumerate(zip(grads, places))
-        cut = [i for i, (g, one) in pairs if not one.is_everywhere and self._is_part(g)]
-        dtype = variables[0].dtype
+        cut, dtype = self._parts(grads, places), variables[0].dtype
         clipped = sums.clipped_by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
         return self._cut_if_dense(grads, clipped, places)
+
+    def _parts(self, grads: Sequence[Any], places: Places) -> list[int]:
+        """Numbers of the gradients of which each worker has a part, or none."""
+        pairs = enumerate(zip(grads, places))
+        return [i for i, (g, one) in pairs if not one.is_everywhere and self._is_part(g)]
 
     def _is_part(self, gradient: Any) -> bool:
         """Whether a gradient of a variable in shares is of this worker's part."""
@@ -284,7 +287,8 @@ class ShardedEngine(AllReduceEngine):
 
     def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
         extended, places = self.strategy.extended, self._placed(optimizer, variables)
-        targets, self._targets = [self._targets[id(v)] for v in variables], {}
+        # Nothing decays here of tables on servers.
+        targets, self._targets = [self._targets.get(id(v), v) for v in variables], {}
         keeps_nothing = not (self.plan_of(optimizer).has_slots or optimizer.weight_decay)
         mine = []
         for i, (gradient, place) in enumerate(zip(grads, places)):
@@ -305,7 +309,7 @@ class ShardedEngine(AllReduceEngine):
         parts = [target for target in targets if isinstance(target, ParameterPart)]
         numbers = [optimizer._get_variable_index(part.variable) for part in parts]
         if parts:
-            self._exchange(optimizer).gather(parts, numbers, _step_of(optimizer))
+            self._exchange(optimizer).gather(parts, numbers, iterations_of(optimizer))
         self._spread_wholes(optimizer, variables, places, targets)
 
     def _spread_wholes(
@@ -344,7 +348,3 @@ class ShardedEngine(AllReduceEngine):
                 is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
                 kept = is_later * optimizer.ema_momentum
                 average._value.assign(kept * average + (1 - kept) * target)
-
-
-def _step_of(optimizer: Optimizer) -> tf.Tensor:
-    return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)

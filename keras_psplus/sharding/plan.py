@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import keras
@@ -41,6 +42,8 @@ class OptimizerPlan:
 
     Args:
         optimizer: A Keras optimizer that is built.
+        workers: Number of workers that share.
+        is_remote: Function of a Keras variable: whether other tasks keep it.
 
     Attributes:
         places: List of `Place`, one for each of its variables.
@@ -48,17 +51,25 @@ class OptimizerPlan:
         has_slots: Whether it keeps anything in shares.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, workers: int) -> None:
-        self._workers = workers
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        workers: int,
+        is_remote: Callable[[keras.Variable], bool] = lambda variable: False,
+    ) -> None:
+        self._workers, self._is_remote = workers, is_remote
         self.has_slots = any(isinstance(one._value, ShareVariable) for one in optimizer.variables)
         variables = optimizer._trainable_variables
         self.reason = _foreign_method(optimizer)
         if self.reason is not None:
             self.places = [Place()] * len(variables)
             return
-        states = list(_other_states(optimizer))
+        states = list(self._other_states(optimizer))
         if _is_elementwise(optimizer) and not any(tuple(state.shape) for state, _ in states):
-            self.places = [Place.of_parts(tuple(v.shape), workers) for v in variables]
+            self.places = [
+                Place() if is_remote(v) else Place.of_parts(tuple(v.shape), workers)
+                for v in variables
+            ]
             return
         shared = [state.path for state, number in states if number is None]
         if shared:
@@ -69,11 +80,16 @@ class OptimizerPlan:
         sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
         self.places = [Place(owner=owner) for owner in _balanced(sizes, workers)]
 
+    def _other_states(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> Iterator[tuple[keras.Variable, int | None]]:
+        return (one for one in _other_states(optimizer) if not self._is_remote(one[0]))
+
     def states_to_move(
         self, optimizer: keras.optimizers.Optimizer
     ) -> Iterator[tuple[keras.Variable, Place]]:
         """Yields mirrored variables whose value their owner alone changes, and their places."""
-        for state, number in _other_states(optimizer):
+        for state, number in self._other_states(optimizer):
             if number is not None and not self.places[number].is_everywhere:
                 if not isinstance(state._value, ShareVariable) and self.places[number].cut is None:
                     yield state, self.places[number]
@@ -87,9 +103,10 @@ class OptimizerPlan:
             names: Names of the workers, in rank order.
             places: Their places among those that share a variable.
         """
-        count, has = len(self.places), [0] * self._workers
+        here = [not self._is_remote(v) for v in optimizer._trainable_variables]
+        count, has = sum(here), [0] * self._workers
         whole = on_all = 0
-        for variable in optimizer.variables:
+        for variable in filterfalse(self._is_remote, optimizer.variables):
             size = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
             whole += size
             if not isinstance(variable._value, ShareVariable):
@@ -101,7 +118,7 @@ class OptimizerPlan:
                 has[rank] += math.prod(shape) * tf.as_dtype(variable.dtype).size
         if self.reason is None:
             how = f"the slots of {count} variables are cut into equal parts"
-        elif self.places[0].is_everywhere:
+        elif all(place.is_everywhere for place in self.places):
             how = f"nothing is cut ({self.reason})"
         else:
             how = f"the slots of {count} variables lie whole on one worker each ({self.reason})"

@@ -138,6 +138,15 @@ def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.I
     )
 
 
+def squares_of(grads: Sequence[Any], parts: Sequence[int], sum_over_parts: Sums) -> list[tf.Tensor]:
+    """Squared norms of whole gradients, float32 scalars; arguments as for `clipped_by_norms`."""
+    squares = [tf.zeros([]) if g is None else ops.sum(ops.square(g)) for g in grads]
+    squares = [tf.cast(square, tf.float32) for square in squares]
+    for i, total in zip(parts, sum_over_parts([squares[i] for i in parts])):
+        squares[i] = total
+    return squares
+
+
 def clipped_by_norms(
     optimizer: Optimizer,
     grads: Sequence[Any],
@@ -158,14 +167,12 @@ def clipped_by_norms(
         List of clipped gradients, in the same order.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
-    squares = [tf.zeros([]) if g is None else ops.sum(ops.square(g)) for g in grads]
-    for i, total in zip(parts, sum_over_parts([tf.cast(squares[i], tf.float32) for i in parts])):
-        squares[i] = total
-    norms = [ops.sqrt(tf.cast(square, tf.float32)) for square in squares]
+    squares = squares_of(grads, parts, sum_over_parts)
+    norms = [ops.sqrt(square) for square in squares]
     if optimizer.clipnorm:
         scales = [limit / tf.maximum(norm, limit) for norm in norms]
     else:
-        norm = ops.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
+        norm = ops.sqrt(tf.add_n(squares))
         # As in Keras: nothing that is not finite remains hidden.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(grads)

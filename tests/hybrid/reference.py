@@ -32,9 +32,14 @@ def running_reference(job, *args, seconds):
             reference.kill()
 
 
-def run_beside_reference(job, folder, names):
-    """Runs cases of a job on two workers and two servers, and in one process; returns the logs."""
+def run_beside_reference(job, folder, names, *options):
+    """Runs cases of a job on two workers and two servers, and in one process; returns the logs.
+
+    Args:
+        *options: Further arguments of the tasks of the cluster.
+    """
     args = [folder, ",".join(names)]
     with running_reference(job, *args, seconds=300):
+        args += options
         done = run_in_processes(job, workers=2, ps=2, timeout=900, env=ENVIRONMENT, args=args)
     return done.logs

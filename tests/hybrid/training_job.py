@@ -1,6 +1,6 @@
 """Ways of training with a table, for a cluster and for one process that is the reference.
 
-training_job.py FOLDER CASES [--reference]
+training_job.py FOLDER CASES [--reference | --shard]
 
 The reference has a dense table in the place of the embedding: its gradient is whole, so that it is
 what any optimizer makes of it. In the cases whose optimizer has momenta, every batch touches all
@@ -134,6 +134,25 @@ class TwoTables(Case):
         return keras.Model(ids, head(keras.layers.Concatenate()([*parts, several])))
 
 
+class BesideRows(Case):
+    """A table on servers, and one on workers, whose gradients are rows until they are clipped."""
+
+    is_whole, tolerance = True, 2e-5
+
+    def optimizer(self):
+        return optimizers.Adam(0.05, global_clipnorm=0.05)
+
+    def model(self, embedding):
+        ids = keras.Input((5,), dtype="int32")
+        rows = embedding(ROWS, DIM, embeddings_initializer=initializer(7))(ids)
+        own = keras.layers.Embedding(ROWS, 4, initializer(9), name="on_workers")(ids)
+        both = [keras.layers.Flatten()(part) for part in (rows, own)]
+        return keras.Model(ids, head(keras.layers.Concatenate()(both)))
+
+    def trained(self, model, x, y):
+        return {f"slot_{i}": np.asarray(v) for i, v in enumerate(model.optimizer.variables)}
+
+
 class Accumulated(Case):
     """Under `updates=Accumulate(2)`; the reference has batches twice as large."""
 
@@ -249,6 +268,7 @@ CASES = {
         },
     ),
     "two_tables": TwoTables(),
+    "beside_rows": BesideRows(),
     "own_step": OwnStep(),
     "again": Again(),
 }
@@ -296,7 +316,9 @@ def leave(results, name, strategy, folder, alone):
 def main():
     folder, names = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
     reference = "--reference" in sys.argv
-    strategy = psp.HybridStrategy(placement="parameter_server")
+    shard = "optimizer" if "--shard" in sys.argv else None
+    placement = {"on_workers/*": "mirrored", "*": "parameter_server"}
+    strategy = psp.HybridStrategy(placement=placement, shard=shard)
     x, y = data()
     for name in names:
         if name == "accumulated" and not reference:

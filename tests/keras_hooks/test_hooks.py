@@ -126,11 +126,12 @@ def test_engines_answer_calls_that_hooks_make():
     names |= {"steps_end", "test_steps_end", "make_table"}
     for package in ("all_reduce", "parameter_server", "hybrid", "pipeline", "sharding"):
         importlib.import_module(f"keras_psplus.{package}.engine")
+    importlib.import_module("keras_psplus.hybrid.sharded")
     for engine in engines():
         if engine.__module__.startswith("keras_psplus."):
             assert set(engine._answers) <= names
             # A chain: the strategy's own, those that it has in common with others, the base.
-            assert len(engine.__bases__) == 1
+            assert sum(issubclass(base, Engine) for base in engine.__bases__) <= 1
 
 
 @pytest.mark.parametrize("name", sorted({one.call for one in HOOKS} - {""}))

@@ -71,6 +71,11 @@ def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimiz
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def iterations_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Number of an optimizer's updates, an int64 scalar."""
+    return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
+
+
 def other_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
     """Variables that a model reaches, by names, but which Keras does not save with it."""
     found, known = {}, [*model.variables, *model.metrics_variables]

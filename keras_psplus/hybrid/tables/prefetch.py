@@ -23,6 +23,7 @@ from typing import Any, Self
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.core.jobs import failure
 from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
 from keras_psplus.hybrid.tables.table import Table
@@ -170,6 +171,25 @@ def distinct(table: Table, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def wrong(table: Table, ids: tf.Tensor) -> tf.Tensor:
     """For each id, whether it is none of the table."""
     return tf.logical_or(ids < 0, ids >= table.rows)
+
+
+def check_range(table: Table, unique: tf.Tensor) -> tf.Operation:
+    """An assertion that ids are rows of the table."""
+    outside = wrong(table, unique)
+    good = tf.logical_not(tf.reduce_any(outside))
+
+    def text() -> tf.Tensor:
+        first = tf.boolean_mask(unique, outside)[0]
+        return tf.strings.join(
+            [
+                f"{failure.REFUSED}The layer {table.layer_name} was asked for a row that its "
+                f"table does not have: ids go from 0 to {table.rows - 1}. Received: id ",
+                # Negative ones count from the end, and have been moved there.
+                tf.strings.as_string(tf.where(first < 0, first - table.rows, first)),
+            ]
+        )
+
+    return tf.debugging.Assert(good, [tf.cond(good, lambda: tf.constant(""), text)])
 
 
 def _equal(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

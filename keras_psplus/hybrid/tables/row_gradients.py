@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from keras_psplus.hybrid.extended import HybridExtended
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """Gradient of a table that has been sent, and its scale factor."""
 
     scale: Any
@@ -59,40 +59,21 @@ def check_sums(extended: HybridExtended, optimizer: keras.optimizers.Optimizer) 
 
 def check_rows(table: Table, gradient: Any) -> None:
     """Raises ValueError if a table's gradient is not one of rows."""
-    if not isinstance(gradient, (_Scaled, tf.IndexedSlices)):
+    if not isinstance(gradient, (Scaled, tf.IndexedSlices)):
         raise ValueError(
             f"The gradient of the table '{table.name}' must be one of rows. Received: {gradient}"
         )
 
 
-def clip_by_norm(
-    extended: HybridExtended,
-    optimizer: keras.optimizers.Optimizer,
-    grads: Sequence[tf.Tensor | tf.IndexedSlices],
-    variables: Sequence[keras.Variable],
-    tables: Sequence[int],
-    dense: Sequence[int],
-) -> list[tf.Tensor | tf.IndexedSlices | _Scaled]:
-    """Gradients clipped by norms of which those of tables are computed on their servers."""
-    squares = extended.square_of([table_of(variables[i]) for i in tables])  # type: ignore[misc]
-    grads, norm = list(grads), optimizer.global_clipnorm
-    if norm:
-        own = [tf.reduce_sum(tf.square(tf.cast(_values(grads[i]), tf.float32))) for i in dense]
-        scale = _scale_of_norm(tf.sqrt(tf.add_n([*own, *squares])), norm)
-        for i in dense:
-            grads[i] = grads[i] * tf.cast(scale, grads[i].dtype)
-        scales = [scale] * len(tables)
-    else:
-        scales = [_scale_of_norm(tf.sqrt(square), optimizer.clipnorm) for square in squares]
-    for i, scale in zip(tables, scales):
-        grads[i] = _Scaled(scale)
-    return grads
+def squares(extended: HybridExtended, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Squared norms of the sums of all workers' gradients of tables, from their servers."""
+    return extended.square_of([table_of(variable) for variable in variables])  # type: ignore[misc]
 
 
 def apply_on_servers(
     extended: HybridExtended,
     optimizer: keras.optimizers.Optimizer,
-    gradient: tf.IndexedSlices | _Scaled,
+    gradient: tf.IndexedSlices | Scaled,
     variable: keras.Variable,
     learning_rate: tf.Tensor | float,
 ) -> None:
@@ -109,16 +90,20 @@ def apply_on_servers(
             f"The table '{table.name}' on parameter servers is updated by another optimizer. "
             f"Received: {optimizer.name} beside {table.optimizer and table.optimizer.name}"
         )
-    if isinstance(gradient, _Scaled):
+    if isinstance(gradient, Scaled):
         extended.commit(table, optimizer, learning_rate, gradient.scale)
     else:
         extended.push_rows(table, gradient, optimizer, learning_rate)
 
 
-def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def square(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """The squared norm of a gradient, a float32 scalar."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
 
 
-def _scale_of_norm(norm: tf.Tensor, limit: float) -> tf.Tensor:
+def scale_of(squares: Sequence[tf.Tensor], limit: float) -> tf.Tensor:
+    """Scale that brings gradients of these squared norms to a norm of at most `limit`."""
+    norm = tf.sqrt(tf.add_n(squares))
     # A norm that is not finite makes all gradients so, as in Keras.
     return limit / tf.maximum(norm, limit) + (norm - norm)
