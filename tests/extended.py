@@ -210,6 +210,7 @@ TESTS = {
         *("*[adagrad]", "*[clipnorm]", "*[again]", "*[mixed_precision]", "*[of_rows]"),
         "*[global_clipnorm]",
     ],
+    "tensor_parallel/test_updates.py": ["*[optimizers]", "*[flush]", "*[loss_scale]"],
     "hybrid/test_shards.py": [
         *("*[clipnorm]", "*[global_clipnorm]", "*[own_step]", "*[mixed_precision]"),
     ],

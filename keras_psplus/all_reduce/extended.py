@@ -126,6 +126,10 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self._next_group_key += number
         return first
 
+    def _keys_of_levels(self, number: int) -> int:
+        """Reserves group keys of a topology's hops; returns the first."""
+        return self.take_group_keys(number)
+
     def _levels_of(self, topology: Topology | str | None) -> list[Levels] | None:
         """The hops of each local replica; None for one ring."""
         if not isinstance(topology, Topology):
@@ -134,7 +138,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if not topology.has_levels:
             return None
         launchers = self._cross_device_ops.launchers
-        first = self.take_group_keys(levels_module.keys_of(topology))
+        first = self._keys_of_levels(levels_module.keys_of(topology))
         return [
             levels_module.levels_of(launcher, rank, topology, first)
             for rank, launcher in enumerate(launchers, self.world.rank)

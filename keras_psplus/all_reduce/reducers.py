@@ -15,6 +15,7 @@ from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
 from keras_psplus.compression import methods
 from keras_psplus.core.batch import duplicate_rows
+from keras_psplus.core.graph.variables import gradient_shape
 from keras_psplus.tf_internals import distribute_utils
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -236,11 +237,6 @@ def with_shape(gradient: Any, variable: Any) -> Any:
         values = tf.ensure_shape(gradient.values, [None, *shape[1:]])
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.ensure_shape(gradient, shape)
-
-
-def gradient_shape(variable: Any) -> Any:
-    """Shape of a variable's gradient: that of this worker's part if layers compute with parts."""
-    return getattr(getattr(variable, "_value", variable), "local_shape", variable.shape)
 
 
 def is_overwritten(variable: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.engine import Call, answers
@@ -21,11 +22,16 @@ if TYPE_CHECKING:
     from keras_psplus.engine import Gradients, Variables
 
 
+class _Plan(OptimizerPlan):
+    def _is_remote(self, variable: keras.Variable) -> bool:
+        return is_table(variable)
+
+
 class ShardedHybridEngine(TableEngine, ShardedEngine):
     """Cuts what an optimizer keeps of the variables that are no tables."""
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return OptimizerPlan(optimizer, self.strategy.extended.store.workers, is_table)
+        return _Plan(optimizer, self.strategy.extended.store.workers)
 
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:

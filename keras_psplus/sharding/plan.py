@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import filterfalse
 from typing import Any
 
@@ -43,7 +43,6 @@ class OptimizerPlan:
     Args:
         optimizer: A Keras optimizer that is built.
         workers: Number of workers that share.
-        is_remote: Function of a Keras variable: whether other tasks keep it.
 
     Attributes:
         places: List of `Place`, one for each of its variables.
@@ -51,13 +50,8 @@ class OptimizerPlan:
         has_slots: Whether it keeps anything in shares.
     """
 
-    def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        workers: int,
-        is_remote: Callable[[keras.Variable], bool] = lambda variable: False,
-    ) -> None:
-        self._workers, self._is_remote = workers, is_remote
+    def __init__(self, optimizer: keras.optimizers.Optimizer, workers: int) -> None:
+        self._workers = workers
         self.has_slots = any(isinstance(one._value, ShareVariable) for one in optimizer.variables)
         variables = optimizer._trainable_variables
         self.reason = _foreign_method(optimizer)
@@ -67,7 +61,7 @@ class OptimizerPlan:
         states = list(self._other_states(optimizer))
         if _is_elementwise(optimizer) and not any(tuple(state.shape) for state, _ in states):
             self.places = [
-                Place() if is_remote(v) else Place.of_parts(tuple(v.shape), workers)
+                Place() if self._is_remote(v) else Place.of_parts(tuple(v.shape), workers)
                 for v in variables
             ]
             return
@@ -79,6 +73,10 @@ class OptimizerPlan:
         self.reason = _NOT_KNOWN
         sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
         self.places = [Place(owner=owner) for owner in _balanced(sizes, workers)]
+
+    def _is_remote(self, variable: keras.Variable) -> bool:
+        """Whether other tasks keep a variable."""
+        return False
 
     def _other_states(
         self, optimizer: keras.optimizers.Optimizer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.core.batch import batches
@@ -30,7 +31,15 @@ class ModelParallelExtended(ShardedExtended):
     def set_topology(self, topology: Topology | str) -> None:
         if self._group is None:
             self._divide()
-        super().set_topology(topology)
+        if isinstance(topology, Topology):
+            topology = self.grid.groups_of_rows(topology)
+        # Rows are the replicas; parts of weights stay inside of a row.
+        MultiWorkerMirroredExtended.set_topology(self, topology)
+
+    def _keys_of_levels(self, number: int) -> int:
+        # Each column has its own hops.
+        _, place = self.grid.place_of(self._id_in_cluster)
+        return self.take_group_keys(number * len(self.grid.rows[0])) + number * place
 
     def _divide(self) -> None:
         """Makes the collectives of this worker's row and column."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.arguments import shown
 
 
@@ -159,6 +160,23 @@ class Grid(NamedTuple):
         """Ranks of the workers with the same part of the weights."""
         _, place = self.place_of(rank)
         return tuple(row[place] for row in self.rows)
+
+    def groups_of_rows(self, topology: Topology) -> Topology:
+        """Groups of the numbers of rows, of a topology whose groups have whole rows.
+
+        Raises:
+            ValueError: If a group has a part of a row.
+        """
+        groups = []
+        for group in topology.groups:
+            numbers = tuple(i for i, row in enumerate(self.rows) if set(row) <= set(group))
+            if sum(len(self.rows[i]) for i in numbers) < len(group):
+                raise ValueError(
+                    "the groups of `topology` must have whole rows of the mesh, whose workers "
+                    f"have a model together. Received: topology={topology.groups}, rows {self.rows}"
+                )
+            groups.append(numbers)
+        return Topology(tuple(groups))
 
 
 def grid_of(

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from keras_psplus import activation
+from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, startup
 from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
+from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import shown
+from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.process import memory
 from keras_psplus.tensor_parallel.engine import ModelParallelEngine
 from keras_psplus.tensor_parallel.extended import ModelParallelExtended
-from keras_psplus.tensor_parallel.mesh import LayoutMap, check_axes, grid_of
+from keras_psplus.tensor_parallel.mesh import Grid, LayoutMap, check_axes, grid_of
 from keras_psplus.tensor_parallel.plan import Layouts
 
 if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
+    from keras_psplus.updates import Updates
 
 
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
@@ -42,6 +47,9 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         stall_warning: As there.
         bucket_bytes: As there, for gradients summed along the axis of batches.
         compression: As there, of these gradients.
+        updates: `keras_psplus.updates.Accumulate(steps)`, or a text such as `"accumulate:4"`, to
+            sum and apply gradients once in so many steps; None for every step.
+        topology: As there, for these gradients: groups of whole rows of the mesh.
 
     Raises:
         ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.
@@ -80,26 +88,43 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         stall_warning: float | None = 60.0,
         bucket_bytes: float = DEFAULT_BUCKET_BYTES,
         compression: str | Compressor | dict[str, Any] | None = None,
+        updates: str | Updates | None = None,
+        topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
         activation.activate()
+        compression, updates = launch_flags.fill(
+            type(self).__name__, compression=compression, updates=updates
+        )
+        updates = updates_module.get(updates)
+        if updates is not None and updates.local:
+            raise ValueError(
+                "Of `updates`, `Accumulate` alone can be combined with ModelParallelStrategy: a "
+                "weight lies in parts on the workers of a row, which `LocalSGD` and `DiLoCo` would "
+                f"average whole. Received: updates={updates!r}"
+            )
         layout_map = _layouts_of(layout_map, mesh)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         # Without a cluster, the process stands for what there is.
         self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
         self.layouts = self.grid and Layouts(layout_map, self.grid)
+        if self.grid:
+            _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:
             self._extended_class = ModelParallelExtended
             # As with `shard=`, freed memory would stay in the process.
             memory.keep_little_freed_memory()
-        super().__init__(
-            cluster_resolver,
-            communication_options,
-            startup_timeout=startup_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            stall_warning=stall_warning,
-            bucket_bytes=bucket_bytes,
-            compression=compression,
-        )
+        with launch_flags.settled():
+            super().__init__(
+                cluster_resolver,
+                communication_options,
+                startup_timeout=startup_timeout,
+                heartbeat_timeout=heartbeat_timeout,
+                stall_warning=stall_warning,
+                bucket_bytes=bucket_bytes,
+                compression=compression,
+                updates=updates,
+                topology=topology,
+            )
         devices = len(self.extended.worker_devices)
         if self._is_active and devices > 1:
             raise ValueError(
@@ -111,6 +136,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             "mesh": tuple(layout_map.device_mesh.shape),
             "axes": tuple(layout_map.device_mesh.axis_names),
             "compression": compression,
+            "updates": updates,
+            "topology": topology,
         }
 
     @property
@@ -120,6 +147,16 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     @property
     def _is_active(self) -> bool:
         return self.num_workers > 1
+
+
+def _check_topology(topology: topology_module.Topology | str, grid: Grid) -> None:
+    if topology == topology_module.AUTO:
+        raise ValueError(
+            "ModelParallelStrategy does not measure links: give `topology` groups of whole rows of "
+            f"the mesh, or leave it out. Received: topology={topology!r}"
+        )
+    if isinstance(topology, topology_module.Topology):
+        grid.groups_of_rows(topology)
 
 
 def _layouts_of(layout_map: Any, mesh: Any) -> keras.distribution.LayoutMap:

@@ -19,18 +19,15 @@ class Accumulation(ReplicaUpdates):
     """
 
     def __init__(self, steps: int, context: Context) -> None:
-        states, name, forms, variables, *_ = context
+        states, name, forms, self._variables, *_ = context
         self._steps = steps
-        self._variables = variables
         self._count = HostCount(states, f"{name} count")
         self._rows = states.variable(f"{name} rows", [], tf.float64)
         self._sums = [
             None
             if form is None
-            else (_Dense if form.index_dtype is None else _Rows)(
-                states, f"{name} sum {i}", form, variable.shape
-            )
-            for i, (form, variable) in enumerate(zip(forms, variables))
+            else (_Dense if form.index_dtype is None else _Rows)(states, f"{name} sum {i}", form)
+            for i, form in enumerate(forms)
         ]
 
     @property
@@ -81,9 +78,9 @@ class Accumulation(ReplicaUpdates):
 class _Dense:
     """The sum of dense gradients, in float32 at least."""
 
-    def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
-        self._dtype, self._shape = form.dtype, tuple(shape)
-        self._sum = states.variable(name, shape, _wide(form.dtype))
+    def __init__(self, states: States, name: str, form: Form) -> None:
+        self._dtype, self._shape = form.dtype, tuple(form.shape)
+        self._sum = states.variable(name, self._shape, _wide(form.dtype))
 
     def weighted(self, gradient: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         wide = self._sum.dtype
@@ -107,10 +104,10 @@ class _Rows:
     Those that a batch has once (of positions, or of sparse ids), a larger one has once as well.
     """
 
-    def __init__(self, states: States, name: str, form: Form, shape: Sequence[int]) -> None:
-        self._dtype, self._shape = form.dtype, tuple(shape)
+    def __init__(self, states: States, name: str, form: Form) -> None:
+        self._dtype, self._shape = form.dtype, tuple(form.shape)
         self._join, self._add, wide = form.join, form.add, _wide(form.dtype)
-        self._values = states.variable(f"{name} values", [None, *shape[1:]], wide)
+        self._values = states.variable(f"{name} values", [None, *self._shape[1:]], wide)
         self._indices = states.variable(f"{name} indices", [None], form.index_dtype)
 
     def weighted(self, slices: tf.IndexedSlices, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -19,11 +19,12 @@ Apply: TypeAlias = Callable[[Sequence[Any], Sequence[keras.Variable]], Any]
 
 
 class Form(NamedTuple):
-    """Types of a gradient, needed to allocate its accumulator.
+    """Types and shape of a gradient, needed to allocate its accumulator.
 
     Attributes:
         dtype: Its dtype.
         index_dtype: That of the rows' numbers, if it is `tf.IndexedSlices`; else None.
+        shape: Its static shape, which is that of a worker's part where it computes with one.
         join: Function that turns rows of several batches into those of one, or None.
         add: Function that does so for each batch's, with the vector of the counts of the rows so
             far and of this batch; or None.
@@ -31,6 +32,7 @@ class Form(NamedTuple):
 
     dtype: tf.DType
     index_dtype: tf.DType | None
+    shape: Sequence[int]
     join: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
     add: Callable[[tf.IndexedSlices, tf.Tensor], tf.IndexedSlices] | None = None
 

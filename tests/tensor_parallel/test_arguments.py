@@ -6,6 +6,7 @@ import pytest
 
 import keras_psplus as psp
 from keras_psplus.all_reduce.data.data_facts import check_same_in_rows
+from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import Layouts
 from keras_psplus.tensor_parallel.regions import is_elementwise
@@ -89,6 +90,14 @@ def test_workers(mesh, batch, text):
         grid_of(mesh, batch, WORKERS)
 
 
+def test_groups_of_rows():
+    rows = Grid(((0, 2), (1, 3), (4, 6), (5, 7)), "model", "batch")
+    groups = rows.groups_of_rows(Topology(((0, 1, 2, 3), (4, 5, 6, 7))))
+    assert groups == Topology(((0, 1), (2, 3)))
+    with pytest.raises(ValueError, match="must have whole rows of the mesh.*Received: topology="):
+        rows.groups_of_rows(Topology(((0, 1), (2, 3, 4, 5, 6, 7))))
+
+
 def test_no_axis_for_the_model():
     mesh = psp.DeviceMesh((4,), ("rows",))
     layouts = psp.LayoutMap(mesh)
@@ -127,6 +136,10 @@ def test_weights():
             "`mesh` must be that of `layout_map`",
         ),
         (dict(layout_map={}, mesh=psp.DeviceMesh((1, 1), AXES), compression="x"), "compress"),
+        (
+            dict(layout_map={}, mesh=psp.DeviceMesh((1, 1), AXES), updates="local_sgd:2"),
+            "`Accumulate` alone can be combined with ModelParallelStrategy",
+        ),
     ],
 )
 def test_strategies(given, text):

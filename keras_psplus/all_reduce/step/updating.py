@@ -65,7 +65,7 @@ class MirroredUpdates:
             group_sums = None
             if self._strategy().extended.levels is not None:
                 group_sums = functools.partial(self._group_sums, weakref.ref(unwrapped(optimizer)))
-            forms = duplicate_rows.forms_of(grads)
+            forms = duplicate_rows.forms_of(grads, variables)
             context = Context(states, name, forms, variables, parts, averaged, sums, group_sums)
             units[key] = self.policy.on_replica(context)
         units[key].on_gradients(step, grads, variables, lambda g, v: original(optimizer, g, v))

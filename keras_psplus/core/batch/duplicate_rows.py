@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.graph import stand_ins
+from keras_psplus.core.graph.variables import gradient_shape
 from keras_psplus.updates.base import Form, Grads
 
 # Of the rows of all parts, and the vector of their counts.
@@ -95,19 +96,24 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
     return functools.partial(_by_place, keeps_size=keeps_size) if is_constant else None
 
 
-def forms_of(gradients: Grads) -> list[Form | None]:
+def forms_of(gradients: Grads, variables: Sequence[Any]) -> list[Form | None]:
     """Types of gradients to accumulate, with what turns rows of batches into those of one.
+
+    Args:
+        gradients: The gradients; some may lack a static shape.
+        variables: Their variables.
 
     Returns:
         List with the `Form` of each gradient, None for None.
     """
-    return [None if gradient is None else _form_of(gradient) for gradient in gradients]
+    pairs = zip(gradients, map(gradient_shape, variables))
+    return [None if g is None else _form_of(g, shape) for g, shape in pairs]
 
 
-def _form_of(gradient: tf.Tensor | tf.IndexedSlices) -> Form:
+def _form_of(gradient: tf.Tensor | tf.IndexedSlices, shape: Sequence[int]) -> Form:
     if not isinstance(gradient, tf.IndexedSlices):
-        return Form(gradient.dtype, None)
-    form = Form(gradient.dtype, gradient.indices.dtype)
+        return Form(gradient.dtype, None, shape)
+    form = Form(gradient.dtype, gradient.indices.dtype, shape)
     if are_distinct(gradient):
         return form._replace(join=summed)
     return form._replace(add=whole_of(gradient, keeps_size=False))

@@ -1,4 +1,4 @@
-"""Variables that steps count in, and reads that tapes do not see by themselves."""
+"""Variables that steps count in, reads that tapes do not see by themselves, and shapes."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def record_read(variable: tf.Variable, value: tf.Tensor) -> None:
         backward_function=lambda gradient: [gradient],
         forward_function=lambda tangent: [tangent],
     )
+
+
+def gradient_shape(variable: Any) -> Any:
+    """Shape of a variable's gradient: that of this worker's part if layers compute with parts."""
+    return getattr(getattr(variable, "_value", variable), "local_shape", variable.shape)

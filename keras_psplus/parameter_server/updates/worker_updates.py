@@ -129,7 +129,7 @@ class WorkerUpdates:
             units[key] = _Unit(
                 str(len(units)),
                 policy,
-                duplicate_rows.forms_of(gradients),
+                duplicate_rows.forms_of(gradients, variables),
                 list(variables),
                 is_by_rows,
                 weakref.ref(optimizer),
