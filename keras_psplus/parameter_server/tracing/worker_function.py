@@ -43,6 +43,8 @@ class Trace:
         self._initial = initial
         self._graph = ops.get_default_graph()
         self._handles: dict[int, tf.Tensor] = {}
+        # Names of the assignments of initial values.
+        self._first_writes: set[str] = set()
         self._size = 0
         self.variables: list[ClosureVariable] = []
         self.tables: list[Any] = []
@@ -59,7 +61,9 @@ class Trace:
                     variable.shape, variable.dtype, context.anonymous_name(), "travelling", True
                 )
                 value = tf.reshape(self._initial[self._size : self._size + size], variable.shape)
-                tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, variable.dtype))
+                value = tf.cast(value, variable.dtype)
+                first = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            self._first_writes.add(first.name)
             self._size += size
             self._handles[key] = handle
             self.variables.append(variable)
@@ -88,8 +92,9 @@ class Trace:
 
     def _is_overwritten(self, variable: ClosureVariable) -> bool:
         handle = self._handles[id(variable)]
-        # The first assignment is that of the initial value.
-        writes = [op for op in handle.consumers() if op.type not in _READS][1:]
+        # TensorFlow keeps no order of consumers.
+        others = (op for op in handle.consumers() if op.name not in self._first_writes)
+        writes = (op for op in others if op.type not in _READS)
         return not all(
             op.type in ("AssignAddVariableOp", "AssignSubVariableOp")
             or (op.type == "AssignVariableOp" and _adds_to(handle, op.inputs[1]))
