@@ -75,7 +75,7 @@ def catalogue():
         # These are there for what dense gradients, or rows, are sent in.
         work = "sparse" if entry.traits.path == "hybrid" else "dense"
         entries.append(dataclasses.replace(entry, works=(work,)))
-    paths = ("alone", "all_reduce", "parameter_server", "hybrid")
+    paths = ("alone", "all_reduce", "parameter_server", "hybrid", "tensor_parallel")
     return sorted(entries, key=lambda entry: paths.index(entry.traits.path))
 
 

@@ -13,6 +13,7 @@ CLASSES = (
     "ParameterServerStrategy",
     "HybridStrategy",
     "PipelineStrategy",
+    "ModelParallelStrategy",
 )
 # What the entry calls that takes another one, by a plan.
 AUTO = "best_exact_strategy"

@@ -105,6 +105,8 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
                 return f"has one pipeline, which sends no gradients: leave out --{option}"
             if option in entry.options:
                 return f"sets `{option}` itself: leave out --{option}"
+        if entry.strategy == "ModelParallelStrategy" and option == "compression":
+            return f"has one model, whose workers send no gradients: leave out --{option}"
         if "shard" in entry.options:
             return f"has state in shares, without `{option}`: leave out --{option}"
         if option in entry.options:

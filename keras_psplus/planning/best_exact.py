@@ -93,7 +93,8 @@ def choose(
 
 def _trainers(path: str, workers: int, ps: int, chief: bool) -> int:
     """Number of tasks that train that way in a cluster; 0 if it cannot."""
-    if path == "alone":
+    # What tensor parallelism sends depends on a model's layers, of which a plan knows little.
+    if path in ("alone", "tensor_parallel"):
         return 0
     if path == "all_reduce":
         return 0 if ps else workers + chief

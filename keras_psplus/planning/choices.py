@@ -95,6 +95,8 @@ class Choice:
         loses: As of `Traits.loses`.
         needs: Number of things that a plainer entry has not: servers, weights or state in shares.
         speedup: How many times as fast as one worker on the same rows.
+        is_rough: Whether its milliseconds are a rough estimate: what tensor parallelism sends
+            depends on layers of which a plan knows little.
     """
 
     entry: str
@@ -102,6 +104,7 @@ class Choice:
     needs: int
     speedup: float
     prediction: cost_model.Prediction
+    is_rough: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -160,6 +163,7 @@ class Choices:
             for choice in self.choices[1:]
             if choice.prediction.ms < best.prediction.ms / _LEVEL
             and self.cluster.fits(choice.prediction)
+            and not choice.is_rough
         ]
         rows = [c for c in faster if c.entry != "single"]
         if not rows:
@@ -247,19 +251,21 @@ def predict(entry: str, traits: Traits, facts: Facts, cluster: Cluster) -> Choic
     step_ms = alone_ms if traits.path == "alone" else facts.step_ms
     one = cost_model.predict(traits, facts.work, step_ms, cluster)
     needs = 2 * traits.has_servers + (traits.shard is not None)
-    return Choice(entry, traits.loses, needs, alone_ms / one.ms, one)
+    is_rough = traits.path == "tensor_parallel"
+    return Choice(entry, traits.loses, needs, alone_ms / one.ms, one, is_rough)
 
 
 def best_of(choices: Iterable[Choice], cluster: Cluster) -> Choice:
     """The fastest choice that fits; among equals, the plainest, with the shortest name.
 
-    If none fits into a worker's memory, the one that needs the least.
+    Rough estimates count if nothing else fits into a worker's memory. If none fits, the one that
+    needs the least.
     """
     choices = list(choices)
     fitting = [choice for choice in choices if cluster.fits(choice.prediction)]
     if not fitting:
         return min(choices, key=lambda choice: choice.prediction.memory)
-    choices = fitting
+    choices = [choice for choice in fitting if not choice.is_rough] or fitting
     fastest = min(choice.prediction.ms for choice in choices)
     level = [choice for choice in choices if choice.prediction.ms <= _LEVEL * fastest]
     return min(level, key=lambda choice: (choice.needs, len(choice.entry)))

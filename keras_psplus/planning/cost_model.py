@@ -155,9 +155,11 @@ def parts(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> StepP
         return StepParts(step_ms)
     moved = flows(traits, work, cluster.workers)
     return StepParts(
-        step_ms + _factors_ms(traits, work, step_ms, cluster),
+        step_ms
+        + _factors_ms(traits, work, step_ms, cluster)
+        + _whole_ms(traits, work, step_ms, cluster),
         _compressors_ms(traits, work, cluster),
-        _messages_ms(traits, moved, cluster),
+        _messages_ms(traits, work, moved, cluster),
         _links_ms(traits, work, moved, cluster),
         _servers_ms(traits, work, moved, cluster),
     )
@@ -212,6 +214,10 @@ def memory(traits: Traits, work: Work, workers: int) -> float:
     if traits.path == "parameter_server":
         copies = 2 if traits.updates == "local" else 1
         return 4.0 * (copies * work.elements + work.elements + 2 * rows)
+    if traits.path == "tensor_parallel":
+        cut = sum(v.elements for v in work.variables if link_bytes.is_cut(v, workers))
+        own = cut / workers + work.elements - cut
+        return 4.0 * (own * (2 + slots) + work.table_elements / workers * (1 + slots) + rows)
     tables = [
         t.elements for t in work.tables if traits.path != "hybrid" or 4 * t.elements < _LEAST_TABLE
     ]
@@ -256,8 +262,24 @@ def _factors_ms(traits: Traits, work: Work, step_ms: float, cluster: Cluster) ->
     return (cluster.workers - 1) * _OF_GRADIENT * step_ms * elements / work.elements
 
 
-def _messages_ms(traits: Traits, moved: Flows, cluster: Cluster) -> float:
+def _whole_ms(traits: Traits, work: Work, step_ms: float, cluster: Cluster) -> float:
+    """Milliseconds of layers that each worker computes alone, for the rows of all."""
+    if traits.path != "tensor_parallel" or not work.elements:
+        return 0.0
+    whole = sum(v.elements for v in work.variables if not _is_shared(v, cluster.workers))
+    return (cluster.workers - 1) * step_ms * whole / work.elements
+
+
+def _is_shared(variable: link_bytes.Variable, workers: int) -> bool:
+    return variable.factor_rows is not None and link_bytes.is_cut(variable, workers)
+
+
+def _messages_ms(traits: Traits, work: Work, moved: Flows, cluster: Cluster) -> float:
     message = MESSAGE_MS * cluster.processor + cluster.delay_ms
+    if traits.path == "tensor_parallel":
+        # A gathering and a sum of each layer, one after the other.
+        layers = sum(link_bytes.is_cut(one, cluster.workers) for one in work.variables)
+        return (3 * layers + 2 * len(work.tables)) * (cluster.workers - 1) * message
     total = 0.0
     if moved.between:
         rounds = _ROUNDS.get((traits.compression or "").partition(":")[0], 2)

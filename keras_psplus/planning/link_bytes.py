@@ -127,6 +127,9 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
         return Flows()
     every = traits.every
     dense = _payload(work, traits.compression, workers)
+    if traits.path == "tensor_parallel":
+        layers = sum(_of_layer(variable, workers) for variable in work.variables)
+        return Flows(layers + _looked_up(work, workers))
     if traits.path == "all_reduce":
         if traits.updates == "local":
             # Of a table, too, all is sent that may have changed.
@@ -212,6 +215,32 @@ def _size(shape: Sequence[int], compression: str | None) -> float:
     if name == "randomk":
         return WORD * elements * float(argument)
     return elements * _BYTES[name or None]
+
+
+def is_cut(variable: Variable, workers: int) -> bool:
+    """Whether tensor parallelism cuts a kernel by columns over so many workers."""
+    return len(variable.shape) > 1 and variable.shape[-1] % workers == 0
+
+
+def _of_layer(variable: Variable, workers: int) -> float:
+    """Bytes of a layer whose kernel is cut by columns.
+
+    All workers have the rows of all. Its output is gathered, and the gradient of its input is
+    summed. Kernels of other layers, as of convolutions, are gathered themselves.
+    """
+    if not is_cut(variable, workers):
+        return 0.0
+    others = WORD * (workers - 1) / workers
+    if variable.factor_rows is None:
+        return others * variable.elements
+    rows, (*inner, columns) = workers * variable.factor_rows, variable.shape
+    return others * rows * (columns + 2 * math.prod(inner))
+
+
+def _looked_up(work: Work, workers: int) -> float:
+    """Bytes of looked up rows of tables that are cut by vocabulary."""
+    rows = sum(table.rows_of(1) * table.dim for table in work.tables)
+    return 2 * (workers - 1) * WORD * rows
 
 
 def _gathered(shard: str | None, work: Work, workers: int) -> float:

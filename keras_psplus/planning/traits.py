@@ -10,6 +10,7 @@ _PATHS = {
     "MultiWorkerMirroredStrategy": "all_reduce",
     "ParameterServerStrategy": "parameter_server",
     "HybridStrategy": "hybrid",
+    "ModelParallelStrategy": "tensor_parallel",
     "get_strategy": "alone",
 }
 # What an entry may say of the model's compilation.
@@ -22,7 +23,7 @@ class Traits:
     """Messages of an entry, and their receivers.
 
     Attributes:
-        path: `"alone"`, `"all_reduce"`, `"parameter_server"` or `"hybrid"`.
+        path: `"alone"`, `"all_reduce"`, `"parameter_server"`, `"hybrid"` or `"tensor_parallel"`.
         compression: Of dense gradients, as `keras_psplus.compression.get` names them; None for
             float32, `"nothing"` if they are not sent.
         rows: Of rows' gradients.

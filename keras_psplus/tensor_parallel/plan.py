@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
-from keras_psplus.tensor_parallel.mesh import Grid
+from keras_psplus.tensor_parallel.mesh import Grid, LayoutMap
 from keras_psplus.tensor_parallel.variable import cut_of
 
 
@@ -108,6 +108,38 @@ class Layouts:
                 f"{', ...' * (len(paths) > 8)}. Received: {', '.join(map(repr, unused[:8]))}"
             )
         return unused
+
+
+class AutomaticLayouts(Layouts):
+    """Axes that fit each layer by itself, where sizes are multiples of the mesh's.
+
+    1. Attention (`query`, `key`, `value`, `attention_output` of three dimensions) is cut by heads.
+    2. Tables of embeddings are cut by vocabulary, or else by width.
+    3. Other kernels are cut by columns: along their last dimension.
+    """
+
+    def __init__(self, mesh: keras.distribution.DeviceMesh, grid: Grid) -> None:
+        super().__init__(LayoutMap(mesh), grid)
+
+    def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
+        parts = len(self._grid.rows[0])
+        if self._grid.model_axis is None:
+            return None
+        axes = _axes_to_try(path, len(shape))
+        return next((axis for axis in axes if shape[axis] and shape[axis] % parts == 0), None)
+
+
+def _axes_to_try(path: str, rank: int) -> tuple[int, ...]:
+    *_, layer, name = "", *path.split("/")
+    if layer in ("query", "key", "value") and (name, rank) in (("kernel", 3), ("bias", 2)):
+        return (rank - 2,)
+    if layer == "attention_output" and (name, rank) == ("kernel", 3):
+        return (0,)
+    if rank < 2:
+        return ()
+    if name == "embeddings":
+        return 0, 1
+    return (rank - 1,) if name.endswith("kernel") else ()
 
 
 def _matches(key: str, path: str) -> bool:

@@ -18,8 +18,8 @@ from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.process import memory
 from keras_psplus.tensor_parallel.engine import ModelParallelEngine
 from keras_psplus.tensor_parallel.extended import ModelParallelExtended
-from keras_psplus.tensor_parallel.mesh import Grid, LayoutMap, check_axes, grid_of
-from keras_psplus.tensor_parallel.plan import Layouts
+from keras_psplus.tensor_parallel.mesh import DeviceMesh, Grid, LayoutMap, check_axes, grid_of
+from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts
 
 if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
@@ -38,8 +38,11 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: As in `MultiWorkerMirroredStrategy`.
         communication_options: As there.
         layout_map: `keras_psplus.LayoutMap`, or `keras.distribution.LayoutMap` of KerasHub, from
-            patterns of variables' paths to the mesh axis of each dimension; or a dict.
-        mesh: `keras_psplus.DeviceMesh` of the workers; None for that of the layout map.
+            patterns of variables' paths to the mesh axis of each dimension; or a dict. With
+            `"auto"`, attention is cut by heads, embeddings by vocabulary, and other kernels by
+            columns, where sizes are multiples of the axis.
+        mesh: `keras_psplus.DeviceMesh` of the workers; None for that of the layout map, or for one
+            row of all workers.
         batch_dim_name: Name of the mesh axis along which batches are divided; None for the first
             of two axes. The single axis of a mesh is the model's, unless it is named here.
         startup_timeout: As in `MultiWorkerMirroredStrategy`.
@@ -80,7 +83,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        layout_map: keras.distribution.LayoutMap | dict[str, Any],
+        layout_map: keras.distribution.LayoutMap | dict[str, Any] | str = "auto",
         mesh: keras.distribution.DeviceMesh | None = None,
         batch_dim_name: str | None = None,
         startup_timeout: float = 300.0,
@@ -102,11 +105,18 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 "weight lies in parts on the workers of a row, which `LocalSGD` and `DiLoCo` would "
                 f"average whole. Received: updates={updates!r}"
             )
-        layout_map = _layouts_of(layout_map, mesh)
         workers = startup.workers_of(startup.task_of(cluster_resolver))
+        is_automatic = isinstance(layout_map, str) and layout_map == "auto"
+        if is_automatic:
+            layout_map, mesh = {}, mesh or DeviceMesh((1, len(workers or [""])), ("batch", "model"))
+        layout_map = _layouts_of(layout_map, mesh)
         # Without a cluster, the process stands for what there is.
         self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
-        self.layouts = self.grid and Layouts(layout_map, self.grid)
+        self.layouts: Layouts | None = None
+        if self.grid:
+            self.layouts = Layouts(layout_map, self.grid)
+            if is_automatic:
+                self.layouts = AutomaticLayouts(layout_map.device_mesh, self.grid)
         if self.grid:
             _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:
@@ -172,7 +182,7 @@ def _layouts_of(layout_map: Any, mesh: Any) -> keras.distribution.LayoutMap:
         return layouts
     if not isinstance(layout_map, keras.distribution.LayoutMap) or layout_map.device_mesh is None:
         raise ValueError(
-            "`layout_map` must be a `keras_psplus.LayoutMap`, or a dict if `mesh` is given. "
+            '`layout_map` must be "auto", a `keras_psplus.LayoutMap`, or a dict beside `mesh`. '
             f"Received: layout_map={shown(layout_map)}, mesh={shown(mesh)}"
         )
     if mesh not in (None, layout_map.device_mesh):

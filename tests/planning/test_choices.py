@@ -19,6 +19,7 @@ ENTRIES = {
     "hybrid": Traits("hybrid"),
     "zero": Traits(shard="optimizer"),
     "fsdp": Traits(shard="all"),
+    "tensor_parallel": Traits("tensor_parallel"),
 }
 
 
@@ -50,7 +51,7 @@ def test_the_plainest_of_what_takes_as_long_is_recommended():
     assert made.recommended.speedup == pytest.approx(200 / made.recommended.prediction.ms)
     # Others follow by their milliseconds.
     times = [choice.prediction.ms for choice in made.choices[1:]]
-    assert times == sorted(times) and len(times) == 7
+    assert times == sorted(times) and len(times) == 8
     assert "`all_reduce_topk` takes" in made.reason and "but: lossy" in made.reason
 
 
@@ -78,9 +79,11 @@ def test_shares_are_recommended_where_all_reduce_does_not_fit():
     assert fits in made.reason
     assert "too much" in str(made) and "all_reduce_topk` takes" not in made.reason
     assert plan(given, workers=4, ps=0, memory=9e6).recommended.entry == "fsdp"
+    # Without a whole gradient of the largest weight.
+    assert plan(given, workers=4, ps=0, memory=6e6).recommended.entry == "tensor_parallel"
     none = plan(given, workers=4, ps=0, memory=1e6)
-    assert none.recommended.entry == "fsdp"
-    assert none.reason.startswith("No exact entry fits into the memory of a worker; `fsdp`")
+    assert none.recommended.entry == "tensor_parallel"
+    assert none.reason.startswith("No exact entry fits into the memory of a worker; `tensor_par")
 
 
 def test_a_slower_processor_compresses_in_more_time():

@@ -118,6 +118,27 @@ def test_memory_of_a_worker():
     assert megabytes(Traits(shard="all")) == 100 * 1 + 1_000_000 * 0.75 + one
 
 
+def test_tensor_parallelism_sends_activations_and_keeps_parts():
+    together, odd = Traits("tensor_parallel"), link_bytes.Variable((10, 3), factor_rows=8)
+    dense = link_bytes.Variable((1000, 20), factor_rows=8)
+    # Of 32 rows on all workers, an output is gathered and an input's gradient is summed.
+    moved = cost_model.flows(together, link_bytes.Work([dense, odd]), 4)
+    assert moved.between == 0.75 * 4 * 32 * (20 + 2 * 1000) and not moved.up + moved.down
+    # A convolution's kernel is gathered.
+    conv = link_bytes.Work([link_bytes.Variable((3, 3, 4, 8))])
+    assert cost_model.flows(together, conv, 4).between == 0.75 * 4 * 288
+    work = link_bytes.Work([dense, odd], slots=2.0)
+    assert cost_model.memory(together, work, 4) == 4 * 4 * (20_000 / 4 + 30)
+    # What cannot be cut, each worker computes for all.
+    parts = cost_model.parts(
+        together, link_bytes.Work([odd]), 10.0, dataclasses.replace(SLOW, workers=4)
+    )
+    assert parts.computing == 40 and parts.messages == 0
+    tables = dataclasses.replace(SPARSE, variables=[])
+    rows = SPARSE.tables[0].rows_of(1) * SPARSE.tables[0].dim
+    assert cost_model.flows(together, tables, 4).between == 6 * 4 * rows
+
+
 def test_bytes_of_shares():
     def sent(shard, work):
         return cost_model.flows(Traits(shard=shard), work, 4).between

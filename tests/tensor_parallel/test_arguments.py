@@ -8,7 +8,7 @@ import keras_psplus as psp
 from keras_psplus.all_reduce.data.data_facts import check_same_in_rows
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
-from keras_psplus.tensor_parallel.plan import Layouts
+from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts
 from keras_psplus.tensor_parallel.regions import is_elementwise
 
 WORKERS = ["chief", "worker-0", "worker-1", "worker-2"]
@@ -105,6 +105,32 @@ def test_no_axis_for_the_model():
     assert Layouts(layouts, grid_of(mesh, "rows", WORKERS)).axis_of("a/kernel", (3, 3)) is None
 
 
+@pytest.mark.parametrize(
+    "path, shape, axis",
+    [
+        ("a/dense/kernel", (3, 4), 1),
+        ("a/dense/kernel", (4, 3), None),
+        ("a/dense/bias", (4,), None),
+        ("a/conv/kernel", (3, 3, 4, 8), 3),
+        ("a/lstm_cell/recurrent_kernel", (3, 12), 1),
+        ("a/embedding/embeddings", (6, 3), 0),
+        ("a/embedding/embeddings", (5, 4), 1),
+        ("a/attention/query/kernel", (8, 2, 4), 1),
+        ("a/attention/key/kernel", (8, 1, 4), None),
+        ("a/attention/value/bias", (2, 4), 0),
+        ("a/attention/attention_output/kernel", (2, 4, 8), 0),
+        ("a/query/kernel", (3, 4), 1),
+        ("a/gamma", (2, 2), None),
+    ],
+)
+def test_automatic_layouts(path, shape, axis):
+    mesh = psp.DeviceMesh((2, 2), AXES)
+    found = AutomaticLayouts(mesh, grid_of(mesh, None, WORKERS))
+    assert found.axis_of(path, shape) == axis and found.check_used([path]) == []
+    rows = psp.DeviceMesh((4,), ("rows",))
+    assert AutomaticLayouts(rows, grid_of(rows, "rows", WORKERS)).axis_of(path, shape) is None
+
+
 def test_weights():
     mesh = psp.DeviceMesh((2, 2), AXES)
     layouts = psp.LayoutMap(mesh)
@@ -125,7 +151,7 @@ def test_weights():
 @pytest.mark.parametrize(
     "given, text",
     [
-        (dict(layout_map={}), "`layout_map` must be a"),
+        (dict(layout_map={}), '`layout_map` must be "auto", a'),
         (dict(layout_map={"a": ("x",)}, mesh=psp.DeviceMesh((1, 1), AXES)), "no axis 'x'"),
         (dict(layout_map={}, mesh=(2, 2)), "`mesh` must be a"),
         (

@@ -15,10 +15,8 @@ from tests.all_reduce.updates_job import accumulated
 
 def main():
     folder, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
-    layouts = psp.LayoutMap(psp.DeviceMesh((2, 2), ("batch", "model")))
-    layouts[r".*dense(_\d+)?/kernel"] = ("model", None)
-    layouts[r".*embeddings"] = (None, "model")
-    strategy = psp.ModelParallelStrategy(layout_map=layouts, updates="accumulate:2")
+    mesh = psp.DeviceMesh((2, 2), ("batch", "model"))
+    strategy = psp.ModelParallelStrategy(layout_map="auto", mesh=mesh, updates="accumulate:2")
 
     def make(policy):
         strategy._updates = policy
