@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class _Plan(OptimizerPlan):
+    """Leaves tables, and their slots, to the servers."""
+
     def _is_remote(self, variable: keras.Variable) -> bool:
         return is_table(variable)
 

@@ -83,7 +83,8 @@ class ModelGroup:
         lanes = f"at the end of a graph at depth {_depth(graph)}"
 
         def gather(local: tf.Tensor, axis: int) -> tf.Tensor:
-            with self.launcher.keys.named(lanes):
+            # At the end of a graph, no device is given.
+            with self.launcher.keys.named(lanes), framework_ops.device(self.launcher._device):
                 return self.gather(local, axis)
 
         late = self._late.get(id(graph))

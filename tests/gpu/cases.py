@@ -113,6 +113,11 @@ def tables(**options):
     return Case(lambda: psp.HybridStrategy(placement="parameter_server", **options), embedding)
 
 
+def alone(strategy):
+    """A case of workers that have one GPU each."""
+    return Case(strategy, lambda: dense(optimizer="adam"), gpus=1)
+
+
 class Unfit(psp.compression.Compressor):
     """A compressor with each of the faults that are looked for."""
 
@@ -165,4 +170,10 @@ OTHERS = {
 }
 # Of one worker and one parameter server, each a process.
 IN_CLUSTER = {"hybrid": tables(compression="int8")}
-CASES = {**ALL_REDUCE, **OTHERS, **IN_CLUSTER}
+# Of two workers, each a process with one GPU.
+IN_PAIRS = {
+    "optimizer in shares": alone(lambda: psp.MultiWorkerMirroredStrategy(shard="optimizer")),
+    "all in shares": alone(lambda: psp.MultiWorkerMirroredStrategy(shard="all")),
+    "tensor parallel": alone(psp.ModelParallelStrategy),
+}
+CASES = {**ALL_REDUCE, **OTHERS, **IN_CLUSTER, **IN_PAIRS}

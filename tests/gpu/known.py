@@ -71,7 +71,7 @@ KNOWN = [
         "the host checks ids before it asks servers for their rows, and whether they have answered",
         (WAIT, EDGES),
         ("Assert", "DeleteRpcFutureResource", "Pack", "StatelessIf"),
-        ("hybrid/extended.py *", "hybrid/rpc/*"),
+        ("hybrid/extended.py *", "hybrid/rpc/*", "hybrid/tables/prefetch.py *"),
     ),
     Known(
         "ids are copied in the step with tables: it is the host that needs them",
@@ -106,6 +106,20 @@ KNOWN = [
         (WAIT,),
         ("EnsureShape", "Range", "SparseToDense", "StatelessWhile"),
         ("compression/sparse/*",),
+    ),
+    Known(
+        "keys of collectives are counted on the host, behind what a sum or a gathering waits for",
+        (WAIT, EDGES),
+        ("Const", "ReadVariableOp"),
+        ("all_reduce/collectives/instance_keys.py next",),
+    ),
+    Known(
+        "a label's logit is gathered with batch dimensions, whose gradient has indices of the host",
+        (WAIT,),
+        ("ConcatV2", "Mul", "Pack", "Range"),
+        ("tensor_parallel/engine.py of_wholes",),
+        dtypes="int*",
+        times=3,
     ),
     Known(
         "at an epoch's end, whether a replica has taken steps that are not averaged yet",

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.skipif(
 def results(request, tmp_path_factory):
     """What was found in each case, by its name."""
     folder, chosen = tmp_path_factory.mktemp("steps"), selection.cases(request, argument="name")
-    groups = {"all_reduce": cases.ALL_REDUCE, "others": cases.OTHERS, "cluster": cases.IN_CLUSTER}
+    groups = {"all_reduce": cases.ALL_REDUCE, "others": cases.OTHERS}
+    groups |= {"cluster": cases.IN_CLUSTER, "pairs": cases.IN_PAIRS}
     names = {group: [n for n in known if n in chosen] for group, known in groups.items()}
     results = {}
     with contextlib.ExitStack() as stack:
@@ -39,10 +40,12 @@ def results(request, tmp_path_factory):
             for group in ("all_reduce", "others")
             if names[group]
         }
-        if names["cluster"]:
-            args = ["--out", folder / "cluster", *names["cluster"]]
-            run_in_processes(JOB, workers=1, ps=1, timeout=SECONDS, env=ENVIRONMENT, args=args)
-            results |= json.loads((folder / "cluster").read_text())
+        # A process of several has one strategy.
+        for group, tasks in (("cluster", dict(workers=1, ps=1)), ("pairs", dict(workers=2))):
+            for name in names[group]:
+                args = ["--out", folder / name, name]
+                run_in_processes(JOB, **tasks, timeout=SECONDS, env=ENVIRONMENT, args=args)
+                results |= json.loads((folder / name).read_text())
         for group, process in running.items():
             _, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, errors[-8000:]
