@@ -93,7 +93,7 @@ def choose(
 
 def _trainers(path: str, workers: int, ps: int, chief: bool) -> int:
     """Number of tasks that train that way in a cluster; 0 if it cannot."""
-    # What tensor parallelism sends depends on a model's layers, of which a plan knows little.
+    # A plan knows little of the layers, on which the bytes of tensor parallelism depend.
     if path in ("alone", "tensor_parallel"):
         return 0
     if path == "all_reduce":

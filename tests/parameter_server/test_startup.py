@@ -8,7 +8,7 @@ from keras_psplus.parameter_server.startup import Servers
 
 
 class Lease:
-    """What the chief of a job has claimed."""
+    """Claims of the chief of a job."""
 
     servers = {"worker-1": "10.0.0.2:2222"}
 

@@ -129,7 +129,7 @@ def test_tensor_parallelism_sends_activations_and_keeps_parts():
     assert cost_model.flows(together, conv, 4).between == 0.75 * 4 * 288
     work = link_bytes.Work([dense, odd], slots=2.0)
     assert cost_model.memory(together, work, 4) == 4 * 4 * (20_000 / 4 + 30)
-    # What cannot be cut, each worker computes for all.
+    # Each worker computes layers that cannot be cut for all.
     parts = cost_model.parts(
         together, link_bytes.Work([odd]), 10.0, dataclasses.replace(SLOW, workers=4)
     )
