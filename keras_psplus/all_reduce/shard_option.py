@@ -10,7 +10,7 @@ from typing import Any
 from keras_psplus import compression as compression_module
 from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
-from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.hops import Hops, compressors_per_hop
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
@@ -30,6 +30,36 @@ _ENGINES = {
     },
 }
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
+
+
+def check_all(
+    shard: str | None,
+    shard_group: int | None,
+    compression: Any,
+    updates: Updates | None,
+    topology: Topology | str,
+    workers: Sequence[str] | None,
+    engine: type,
+) -> tuple[Hops, Compressor | None]:
+    """Checks the arguments of a strategy that say what workers exchange.
+
+    Args:
+        topology: `group_topology.get` of the argument.
+        workers: Names of the workers; None without a cluster.
+        engine: The class of the strategy's engine.
+
+    Returns:
+        Compressors of gradients for each hop, and the compressor of weights.
+
+    Raises:
+        ValueError: If one of them is wrong, or does not go with another.
+    """
+    check(shard, updates, engine)
+    of_gradients, of_weights = compressors(compression, shard)
+    check_group(shard_group, shard, workers)
+    hops = compressors_per_hop(of_gradients, topology)
+    check_topology(topology, shard, shard_group, hops)
+    return hops, of_weights
 
 
 def check(shard: str | None, updates: Updates | None, engine: type) -> str | None:
@@ -211,10 +241,7 @@ def check_devices(shard: str | None, devices: int) -> None:
 
 
 def classes(
-    shard: str,
-    weights: Compressor | None,
-    group: int | None,
-    engine: type,
+    shard: str, weights: Compressor | None, group: int | None, engine: type
 ) -> tuple[Any, Any]:
     """Engine and implementation half of a strategy with `shard`.
 

@@ -24,7 +24,6 @@ from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
-from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
@@ -146,11 +145,8 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         workers = startup.workers_of(startup.task_of(cluster_resolver))
         self._topology = topology_module.get(topology, workers)
         self._updates = updates_module.get(updates)
-        shard_option.check(shard, self._updates, self._engine_class)
-        of_gradients, of_weights = shard_option.compressors(compression, shard)
-        shard_option.check_group(shard_group, shard, workers)
-        hops = compressors_per_hop(of_gradients, self._topology)
-        shard_option.check_topology(self._topology, shard, shard_group, hops)
+        exchanged = shard, shard_group, compression, self._updates, self._topology
+        hops, of_weights = shard_option.check_all(*exchanged, workers, self._engine_class)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
         self.jit_blocks = shard_option.check_blocks(shard, jit_blocks)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)

@@ -16,7 +16,6 @@ from keras_psplus.all_reduce.data.lookahead import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
-from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config, roles
 from keras_psplus.cluster.config import TaskConfig
@@ -171,12 +170,9 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         roles.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
         workers = workers_of(task)
-        shard_option.check(shard, updates, self._engine_class)
-        shard_option.check_group(shard_group, shard, workers)
-        of_gradients, _ = shard_option.compressors(compression, shard)
         groups = topology_module.get(topology, workers)
-        hops = compressors_per_hop(of_gradients, groups)
-        shard_option.check_topology(groups, shard, shard_group, hops)
+        exchanged = shard, shard_group, compression, updates, groups
+        shard_option.check_all(*exchanged, workers, self._engine_class)
         shard_option.check_blocks(shard, jit_blocks)
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(

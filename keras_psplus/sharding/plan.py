@@ -78,10 +78,26 @@ class OptimizerPlan:
         """Whether other tasks keep a variable."""
         return False
 
-    def _other_states(
-        self, optimizer: keras.optimizers.Optimizer
-    ) -> Iterator[tuple[keras.Variable, int | None]]:
-        return (one for one in _other_states(optimizer) if not self._is_remote(one[0]))
+    def _other_states(self, optimizer: Any) -> Iterator[tuple[keras.Variable, int | None]]:
+        """Yields variables that are no slots in shares, and numbers of their model variables.
+
+        What an optimizer has in a list, one for each variable, is for the variable of that place,
+        which is how optimizers look it up.
+        """
+        numbers: dict[int, int] = {}
+        count = len(optimizer._trainable_variables)
+        for name, value in vars(optimizer).items():
+            if isinstance(value, list) and len(value) == count and name not in _LISTS_OF_KERAS:
+                for number, one in enumerate(value):
+                    if isinstance(one, keras.Variable):
+                        numbers[id(one)] = number
+        known = [optimizer._iterations, optimizer._learning_rate]
+        if optimizer.gradient_accumulation_steps:
+            known += optimizer._accumulated_gradients
+        seen = {id(one) for one in known}
+        for variable in filterfalse(self._is_remote, optimizer.variables):
+            if id(variable) not in seen and not isinstance(variable._value, ShareVariable):
+                yield variable, numbers.get(id(variable))
 
     def states_to_move(
         self, optimizer: keras.optimizers.Optimizer
@@ -150,28 +166,6 @@ def _foreign_method(optimizer: keras.optimizers.Optimizer) -> str | None:
         if _defines(type(optimizer), name) not in known:
             return f"it has a `{name}` of its own"
     return None
-
-
-def _other_states(optimizer: Any) -> Iterator[tuple[keras.Variable, int | None]]:
-    """Yields variables that are no slots in shares, and numbers of their model variables.
-
-    What an optimizer has in a list, one for each variable, is for the variable of that place, which
-    is how optimizers look it up.
-    """
-    numbers: dict[int, int] = {}
-    count = len(optimizer._trainable_variables)
-    for name, value in vars(optimizer).items():
-        if isinstance(value, list) and len(value) == count and name not in _LISTS_OF_KERAS:
-            for number, one in enumerate(value):
-                if isinstance(one, keras.Variable):
-                    numbers[id(one)] = number
-    known = [optimizer._iterations, optimizer._learning_rate]
-    if optimizer.gradient_accumulation_steps:
-        known += optimizer._accumulated_gradients
-    seen = {id(one) for one in known}
-    for variable in optimizer.variables:
-        if id(variable) not in seen and not isinstance(variable._value, ShareVariable):
-            yield variable, numbers.get(id(variable))
 
 
 def _balanced(sizes: Sequence[int], workers: int) -> list[int]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
-from keras_psplus.tensor_parallel.mesh import Grid, LayoutMap
+from keras_psplus.tensor_parallel.mesh import Grid
 from keras_psplus.tensor_parallel.variable import cut_of
 
 
@@ -117,9 +117,6 @@ class AutomaticLayouts(Layouts):
     2. Tables of embeddings are cut by vocabulary, or else by width.
     3. Other kernels are cut by columns: along their last dimension.
     """
-
-    def __init__(self, mesh: keras.distribution.DeviceMesh, grid: Grid) -> None:
-        super().__init__(LayoutMap(mesh), grid)
 
     def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
         parts = len(self._grid.rows[0])

@@ -112,11 +112,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         layout_map = _layouts_of(layout_map, mesh)
         # Without a cluster, the process stands for what there is.
         self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
-        self.layouts: Layouts | None = None
-        if self.grid:
-            self.layouts = Layouts(layout_map, self.grid)
-            if is_automatic:
-                self.layouts = AutomaticLayouts(layout_map.device_mesh, self.grid)
+        make_layouts = AutomaticLayouts if is_automatic else Layouts
+        self.layouts = self.grid and make_layouts(layout_map, self.grid)
         if self.grid:
             _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:

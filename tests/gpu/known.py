@@ -38,6 +38,7 @@ class Known(typing.NamedTuple):
         )
 
 
+_RANGE_CHECK = "hybrid/tables/prefetch.py check_range", "hybrid/tables/prefetch.py text"
 KNOWN = [
     Known(
         "the time is read on the host; it waits for control edges only, and nothing waits for it",
@@ -71,7 +72,7 @@ KNOWN = [
         "the host checks ids before it asks servers for their rows, and whether they have answered",
         (WAIT, EDGES),
         ("Assert", "DeleteRpcFutureResource", "Pack", "StatelessIf"),
-        ("hybrid/extended.py *", "hybrid/rpc/*", "hybrid/tables/prefetch.py *"),
+        ("hybrid/extended.py *", "hybrid/rpc/*", *_RANGE_CHECK),
     ),
     Known(
         "ids are copied in the step with tables: it is the host that needs them",
@@ -112,6 +113,7 @@ KNOWN = [
         (WAIT, EDGES),
         ("Const", "ReadVariableOp"),
         ("all_reduce/collectives/instance_keys.py next",),
+        times=9,
     ),
     Known(
         "a label's logit is gathered with batch dimensions, whose gradient has indices of the host",

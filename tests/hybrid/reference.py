@@ -5,8 +5,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
+from tests.results import load
 
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -30,6 +33,18 @@ def running_reference(job, *args, seconds):
             assert reference.wait(seconds) == 0
         finally:
             reference.kill()
+
+
+def check_equals_reference(folder, logs, case, tolerance):
+    """Checks that each of two workers has left what the reference has left of a case."""
+    expected = np.load(folder / f"{case}-reference.npz")
+    for worker in ("worker-0", "worker-1"):
+        found = load(folder / f"{case}-{worker}.npz", logs[worker])
+        assert sorted(found) == sorted(expected)
+        for name in expected:
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=1e-4, atol=tolerance, err_msg=name
+            )
 
 
 def run_beside_reference(job, folder, names, *options):

@@ -12,8 +12,7 @@ from keras_psplus.tables import policies
 from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.keys import BLOCKS
 from tests.hybrid.dynamic_job import CASES
-from tests.hybrid.reference import run_beside_reference
-from tests.results import load
+from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.selection import cases
 
 pytestmark = pytest.mark.timeout(1500)
@@ -32,15 +31,8 @@ def job(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(job, case):
     folder, logs = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    assert len(expected["table_keys"])
-    for worker in ("worker-0", "worker-1"):
-        found = load(folder / f"{case}-{worker}.npz", logs[worker])
-        assert sorted(found) == sorted(expected)
-        for name in expected:
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name
-            )
+    assert len(np.load(folder / f"{case}-reference.npz")["table_keys"])
+    check_equals_reference(folder, logs, case, 2e-5)
 
 
 @pytest.mark.parametrize(

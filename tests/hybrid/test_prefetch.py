@@ -14,8 +14,7 @@ from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid.prefetch_job import CASES
-from tests.hybrid.reference import run_beside_reference
-from tests.results import load
+from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.selection import cases
 
 pytestmark = pytest.mark.timeout(1500)
@@ -33,15 +32,7 @@ def job(request, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process_that_reads_one_update_late(job, case):
-    folder, logs = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    for worker in ("worker-0", "worker-1"):
-        found = load(folder / f"{case}-{worker}.npz", logs[worker])
-        assert sorted(found) == sorted(expected)
-        for name in expected:
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-4, atol=2e-6, err_msg=name
-            )
+    check_equals_reference(*job, case, 2e-6)
 
 
 @pytest.mark.cases("stream")

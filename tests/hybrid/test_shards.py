@@ -2,14 +2,12 @@
 
 import re
 
-import numpy as np
 import pytest
 
 import keras_psplus as psp
-from tests.hybrid.reference import run_beside_reference
+from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.hybrid.test_training import JOB
 from tests.hybrid.training_job import CASES
-from tests.results import load
 from tests.selection import cases
 
 pytestmark = pytest.mark.timeout(1500)
@@ -27,15 +25,7 @@ def job(request, tmp_path_factory):
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_equals_one_process(job, case):
-    folder, logs = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    for worker in ("worker-0", "worker-1"):
-        found = load(folder / f"{case}-{worker}.npz", logs[worker])
-        assert sorted(found) == sorted(expected)
-        for name in expected:
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-4, atol=CASES[case].tolerance, err_msg=name
-            )
+    check_equals_reference(*job, case, CASES[case].tolerance)
 
 
 @pytest.mark.cases("again")

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.hybrid.reference import run_beside_reference
+from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.hybrid.training_job import CASES
 from tests.results import load
 from tests.selection import cases
@@ -31,15 +31,7 @@ def results(job, case, worker):
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(job, case):
-    folder, _ = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    for worker in ("worker-0", "worker-1"):
-        found = results(job, case, worker)
-        assert sorted(found) == sorted(expected)
-        for name in expected:
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-4, atol=CASES[case].tolerance, err_msg=name
-            )
+    check_equals_reference(*job, case, CASES[case].tolerance)
 
 
 @pytest.mark.parametrize("case", NOT_ACCUMULATED)

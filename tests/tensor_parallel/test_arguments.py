@@ -125,10 +125,11 @@ def test_no_axis_for_the_model():
 )
 def test_automatic_layouts(path, shape, axis):
     mesh = psp.DeviceMesh((2, 2), AXES)
-    found = AutomaticLayouts(mesh, grid_of(mesh, None, WORKERS))
+    found = AutomaticLayouts(psp.LayoutMap(mesh), grid_of(mesh, None, WORKERS))
     assert found.axis_of(path, shape) == axis and found.check_used([path]) == []
     rows = psp.DeviceMesh((4,), ("rows",))
-    assert AutomaticLayouts(rows, grid_of(rows, "rows", WORKERS)).axis_of(path, shape) is None
+    uncut = AutomaticLayouts(psp.LayoutMap(rows), grid_of(rows, "rows", WORKERS))
+    assert uncut.axis_of(path, shape) is None
 
 
 def test_weights():
