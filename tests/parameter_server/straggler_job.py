@@ -1,5 +1,8 @@
 """Two workers, of which worker-1 sleeps in every step so that it takes five times as long.
 
+In `async` and `shares`, which do not wait for it, it sleeps longer still: where a machine is slow,
+both also have the same work to do.
+
 straggler_job.py FOLDER MODE...
 
 Each MODE is `sync`, `backup`, `async`, `shares` (the workers read the data), `equal` (both sleep as
@@ -24,7 +27,11 @@ from tensorflow.python.data.experimental.ops import testing
 import keras_psplus as psp
 
 STEPS = 16
-SECONDS = {"worker-0": 0.04, "worker-1": 0.2}
+SECONDS = {
+    "sleep": {"worker-0": 0.04, "worker-1": 0.2},
+    "sleep long": {"worker-0": 0.04, "worker-1": 1.0},
+    "equal": {"worker-0": 0.04, "worker-1": 0.04},
+}
 
 folder, modes = pathlib.Path(sys.argv[1]), sys.argv[2:]
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -33,8 +40,8 @@ name = f"{task['type']}-{task['index']}"
 (folder / name).mkdir()
 os.chdir(folder / name)
 pathlib.Path("number").write_text(str(task["index"]))
-pathlib.Path("sleep").write_text(str(int(5e5 * SECONDS.get(name, 0))))
-pathlib.Path("equal").write_text(str(int(5e5 * SECONDS["worker-0"])))
+for file, seconds in SECONDS.items():
+    pathlib.Path(file).write_text(str(int(5e5 * seconds.get(name, 0))))
 
 
 def own(file, x):
@@ -78,13 +85,18 @@ def arguments(mode):
     return {"sync": dict(mode="sync"), "backup": dict(mode="sync", backup_workers=1)}.get(name, {})
 
 
+def sleep_of(mode):
+    """File of how long a worker sleeps."""
+    return {"equal": "equal", "async": "sleep long", "shares": "sleep long"}.get(mode, "sleep")
+
+
 resolver = None
 for mode in modes:
     strategy = psp.ParameterServerStrategy(resolver, startup_timeout=60, **arguments(mode))
     # The first has made itself known to the other tasks.
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
     with strategy.scope():
-        model = Slow("equal" if mode == "equal" else "sleep")
+        model = Slow(sleep_of(mode))
         model.compile(keras.optimizers.SGD(0.01), "mse")
     x = np.ones((2 * STEPS, 4), "float32")
     model.fit(x[:2], x[:2, :1], batch_size=2, verbose=0)

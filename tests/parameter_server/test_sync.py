@@ -112,7 +112,7 @@ def test_workers_are_killed_and_no_update_is_wrong(how, request):
 
 @pytest.fixture(scope="module")
 def stragglers(tmp_path_factory):
-    """What two workers have done in each mode, of which one takes five times as long."""
+    """What two workers have done in each mode, of which one takes many times as long."""
     modes = ["sync", "backup", "async", "shares", "equal", "stale:2", "stale:0", "shares:2"]
     log = run_in_processes(
         HERE / "straggler_job.py",

@@ -212,7 +212,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
 
     rewrite(tmp_path, lambda content: content["versions"].pop(1))
     refused("does not fit the one before it.*Received: version 3, which follows 2, after 1")
-    (tmp_path / manifest.NAME).write_text(latest.replace("4", "5", 1))
+    (tmp_path / manifest.NAME).write_text(latest.replace('"version": 3', '"version": 4'))
     refused("is damaged")
     (tmp_path / manifest.NAME).write_text(latest)
     rewrite(tmp_path, lambda content: content.update(format=9))
