@@ -20,6 +20,10 @@ class Held(keras.callbacks.Callback):
         if IS_FIRST and os.environ.get("JOB_HELD_IN_EPOCH") == str(epoch):
             time.sleep(300)
 
+    def on_train_batch_end(self, batch, logs=None):
+        if IS_FIRST:
+            time.sleep(float(os.environ.get("JOB_PAUSE", 0)))
+
 
 has_table = bool(os.environ.get("JOB_TABLE"))
 strategy = psp.strategy_from_env()

@@ -40,6 +40,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=3
+RequeueExit=143
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 NodeName=n1 NodeHostname={host} NodeAddr={hosts[1]} Port=6818 CPUs=8
@@ -129,23 +130,33 @@ class Slurm:
 
     def run(self, *command, check=True, timeout=60, **env):
         """Runs a command of Slurm, and returns its output."""
-        ran = subprocess.run(
-            self._inside(*command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            env={**self._lab.environment(os.environ), **env},
-            cwd=self.folder,
-        )
-        if check and ran.returncode:
+        process = self.start(*command, stdout=subprocess.PIPE, **env)
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        if check and process.returncode:
             logs = "\n".join(
                 f"--- {path.name}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log")
             )
             raise AssertionError(
-                f"{command} ended with {ran.returncode}:\n{ran.stdout[-20000:]}\n{logs}"
+                f"{command} ended with {process.returncode}:\n{said[-20000:]}\n{logs}"
             )
-        return ran.stdout
+        return said
+
+    def start(self, *command, stdout, **env):
+        """Starts a command of Slurm, which ends with the cluster at the latest."""
+        process = subprocess.Popen(
+            self._inside(*command),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**self._lab.environment(os.environ), **env},
+            cwd=self.folder,
+        )
+        self._started.append(process)
+        return process
 
     def _inside(self, *command, rank=0):
         mount = f"--mount=/proc/{self._started[0].pid}/ns/mnt"

@@ -10,6 +10,8 @@ import time
 import pytest
 
 from tests.cluster import slurm_nodes
+from tests.parameter_server.test_jobs import JOB as COUNTING_JOB
+from tests.parameter_server.test_jobs import counts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -45,11 +47,11 @@ def loss():
     return float(re.search(r"loss (\S+)", ran.stdout)[1])
 
 
-def submit(slurm, script, *args, options=(), **env):
+def submit(slurm, script, *args, options=(), program=JOB, **env):
     """Submits a script of deploy/slurm; returns the job's number and the file of its output."""
     out = slurm.folder / f"out-{time.monotonic_ns()}"
-    command = ["sbatch", "--parsable", f"--output={out}", *options, str(SCRIPTS / script), str(JOB)]
-    said = slurm.run(*command, *args, **env)
+    command = ["sbatch", "--parsable", f"--output={out}", *options, str(SCRIPTS / script)]
+    said = slurm.run(*command, str(program), *args, **env)
     return said.strip().partition(";")[0], out
 
 
@@ -85,6 +87,28 @@ def test_parameter_servers(slurm):
     assert len(losses(text)) == 1
     for name in ("chief-0", "worker-1", "ps-1"):
         assert re.search(rf"this is {name} of 1 chief, 2 worker, 2 ps", text)
+
+
+def test_workers_come_and_go(slurm, tmp_path):
+    gate, log, steps = tmp_path / "gate", tmp_path / "worker-1", 400
+    given = {"COUNTING_JOB_GATE": str(gate), "COUNTING_JOB_PAUSE": "0.02"}
+    script, program = "workers_that_come_and_go.sbatch", [str(COUNTING_JOB), str(steps)]
+    job, out = submit(slurm, script, *program[1:], program=program[0], **given)
+    wait(slurm, job, out, lambda now, text: "batch 50\n" in text or ended(now, text))
+    with log.open("w") as file:
+        command = ["srun", f"--jobid={job}", "--nodes=1", "--ntasks=1", "--nodelist=n2"]
+        command += ["bash", str(SCRIPTS / script), "--join", "1"]
+        second = slurm.start(*command, *program, stdout=file, **given)
+        wait(slurm, job, out, lambda now, text: "worker-1 has joined" in text or ended(now, text))
+        wait(slurm, job, out, lambda now, text: "batch 150\n" in text or ended(now, text))
+        # Slurm 22.05 looks for the step once more, and says that there is none.
+        slurm.run("scancel", "--signal=TERM", f"{job}.1", check=False)
+        second.wait(60)
+    gate.touch()
+    text = wait(slurm, job, out, ended)
+    assert state(slurm, job) == "COMPLETED", text
+    assert "the chief does without this worker" in log.read_text()
+    assert counts(text) == [steps, steps, 2 * steps]
 
 
 def test_tables_on_the_nodes_of_another_component(slurm):
@@ -124,6 +148,19 @@ def test_a_job_goes_on_with_another_number_of_tasks(slurm, loss, tmp_path):
     assert "this is worker-1 of 2 worker" in text
     assert "training goes on after batch 2 of epoch 2" in text
     assert losses(text) == pytest.approx([loss] * 2, abs=2e-5)
+
+
+def test_a_preempted_job_is_requeued_and_goes_on_after_the_very_batch(slurm, loss, tmp_path):
+    backup = str(tmp_path / "backup")
+    # Slurm puts a job that ends with 143 back into its queue; see RequeueExit in slurm_nodes.py.
+    job, out = submit(slurm, "all_reduce.sbatch", backup, JOB_PAUSE="1")
+    wait(slurm, job, out, lambda now, text: text.count("epoch 1 begins") == 4 or ended(now, text))
+    slurm.run("scancel", "--signal=TERM", f"{job}")
+    wait(slurm, job, out, lambda now, text: now == "PENDING")
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    text = wait(slurm, job, out, lambda now, text: ended(now, text) and losses(text))
+    assert re.search(r"training goes on after batch \d of epoch [12]", text), text
+    assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
 
 
 def test_a_cancelled_job_ends(slurm):
