@@ -19,10 +19,11 @@ SYNCHRONOUS = {"finish_updates", "num_workers"}
 # What a strategy has beside what `tf.distribute.Strategy` has. Parts of a strategy are not here.
 PUBLIC = {
     psp.MultiWorkerMirroredStrategy: SYNCHRONOUS,
+    psp.ModelParallelStrategy: SYNCHRONOUS,
     psp.HybridStrategy: {*SYNCHRONOUS, "load_tables", "prefetch", "save_tables", "sync"},
     psp.ParameterServerStrategy: {
         *("backup_workers", "dropped_gradients", "finish_updates", "max_staleness", "mode"),
-        *("num_workers", "overlaps_steps", "steps_by_worker", "updating"),
+        *("num_workers", "overlaps_steps", "steps_by_worker"),
     },
     psp.PipelineStrategy: {
         *("activation_compression", "compression", "microbatches", "num_stages", "pipelines"),

@@ -263,11 +263,6 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         return self._context.updating.policy
 
     @property
-    def updating(self) -> WorkerUpdates:
-        """Gradients accumulated on workers, and the schedule of sending them."""
-        return self._context.updating
-
-    @property
     def dropped_gradients(self) -> int:
         """Number of gradients that were dropped, because enough others had arrived.
 

@@ -45,11 +45,11 @@ def accumulate(strategy, model, report):
     fit(model, 30, epochs=2)
     report(first=int(model.optimizer.iterations.numpy()), first_traffic=traffic(strategy))
     # From now on nothing is sent.
-    strategy.updating.policy = updates.Accumulate(1000)
+    strategy._context.updating.policy = updates.Accumulate(1000)
     with strategy.scope():
         model = made()
     fit(model, 120, callbacks=[Progress()])
-    report(pending=strategy.updating.pending, before=model.get_weights()[0].tolist()[0])
+    report(pending=strategy._context.updating.pending, before=model.get_weights()[0].tolist()[0])
     strategy.finish_updates(model.optimizer)
     report(
         finished=int(model.optimizer.iterations.numpy()), after=model.get_weights()[0].tolist()[0]

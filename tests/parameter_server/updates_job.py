@@ -116,10 +116,10 @@ def finished_by_hand(strategy, make, out):
     with strategy.scope():
         model = dense("sgd")
     fit(model, epochs=1)
-    numbers = [strategy.updating.pending, int(model.optimizer.iterations.numpy())]
+    numbers = [strategy._context.updating.pending, int(model.optimizer.iterations.numpy())]
     strategy.finish_updates(model.optimizer)
     strategy.finish_updates(model.optimizer)
-    numbers += [strategy.updating.pending, int(model.optimizer.iterations.numpy())]
+    numbers += [strategy._context.updating.pending, int(model.optimizer.iterations.numpy())]
     out["finished"] = {"weights": model.get_weights(), "numbers": numbers}
 
 
