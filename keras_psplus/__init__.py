@@ -6,6 +6,7 @@ import os
 import sys
 import types
 import typing
+import warnings
 
 from keras_psplus.versions import __version__
 
@@ -22,7 +23,6 @@ _EXPORTS = {
     "TensorLayout": "keras_psplus.tensor_parallel",
     "single_process": "keras_psplus.core.models.live_strategies",
     "stage": "keras_psplus.pipeline",
-    "strategy": "keras_psplus.catalogue.lookup",
     "strategy_from_env": "keras_psplus.catalogue.lookup",
     "task_type": "keras_psplus.cluster.roles",
     "unit": "keras_psplus.core.models.units",
@@ -31,9 +31,9 @@ _EXPORTS = {
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
 _MODULES = ("callbacks", "compression", "errors", "layers", "serving", "tables", "updates")
 
-# Names that work for one more version.
-_DEPRECATED = ("strategy",)
-__all__ = ["__version__", *(name for name in _EXPORTS if name not in _DEPRECATED), *_MODULES]
+# Names that work for one more version, and those to use instead.
+_DEPRECATED = {"strategy": "strategy_from_env"}
+__all__ = ["__version__", *_EXPORTS, *_MODULES]
 
 
 _is_loading = _is_loaded = False
@@ -81,12 +81,19 @@ def _prepare(versions: types.ModuleType) -> None:
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name not in (*_EXPORTS, *_MODULES):
+    current = _DEPRECATED.get(name, name)
+    if current not in (*_EXPORTS, *_MODULES):
         raise AttributeError(f"module 'keras_psplus' has no attribute '{name}'")
     _load()
     if name in _MODULES:
         return importlib.import_module(f"keras_psplus.{name}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    if current != name:
+        warnings.warn(
+            f"`keras_psplus.{name}` is now `keras_psplus.{current}`; use that.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    value = getattr(importlib.import_module(_EXPORTS[current]), current)
     globals()[name] = value
     return value
 

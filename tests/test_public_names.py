@@ -56,7 +56,9 @@ def test_a_deprecated_argument_is_taken_and_warns():
 
 
 def test_the_strategy_of_the_environment_has_two_names():
-    assert psp.strategy is psp.strategy_from_env
+    vars(psp).pop("strategy", None)
+    with pytest.warns(DeprecationWarning, match=r"`keras_psplus\.strategy` is now .*_from_env`"):
+        assert psp.strategy is psp.strategy_from_env
 
 
 def test_one_default_of_schedule():

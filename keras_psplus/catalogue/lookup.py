@@ -81,10 +81,6 @@ def strategy_from_env(
         return load(name).strategy(**options)
 
 
-# The deprecated name.
-strategy = strategy_from_env
-
-
 def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
     """Finds out why an entry does not take options.
 

@@ -202,7 +202,7 @@ def test_what_the_environment_may_not_say_beside_auto(capsys, monkeypatch):
     assert main.main(["run", "--strategy=auto", "--workers=1", "--dry_run", __file__]) == 2
     assert "Received: --strategy=auto, KERAS_PSPLUS_COMPRESSION=int8" in capsys.readouterr().err
     with pytest.raises(ValueError, match="auto decides itself.*Received: KERAS_PSPLUS_COMPR"):
-        lookup.strategy("auto")
+        lookup.strategy_from_env("auto")
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,6 @@ def test_without_a_plan_a_cluster_is_refused(monkeypatch):
     task = {"type": "worker", "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     with pytest.raises(ValueError, match="run --strategy auto.*name that file.*Received: 2 worker"):
-        lookup.strategy("auto")
+        lookup.strategy_from_env("auto")
     with pytest.raises(ValueError, match="cannot be read.*Received: 'none.json'"):
-        lookup.strategy("auto", plan="none.json")
+        lookup.strategy_from_env("auto", plan="none.json")

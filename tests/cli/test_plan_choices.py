@@ -22,7 +22,7 @@ strategies = {
     "servers": lambda: psp.ParameterServerStrategy(mode="sync"),
     "pipeline": psp.PipelineStrategy,
 }
-strategy = strategies.get(kind, psp.strategy)()
+strategy = strategies.get(kind, psp.strategy_from_env)()
 with strategy.scope():
     ids = keras.Input((4,), dtype="int32")
     rows = keras.layers.Flatten()(keras.layers.Embedding(40_000, 8, name="table")(ids))

@@ -52,24 +52,24 @@ def test_file(folder, tmp_path):
 
 
 def test_strategy_follows_the_environment(folder, monkeypatch):
-    assert lookup.strategy() == "single"
-    assert lookup.strategy(default="relative") == "helped"
+    assert lookup.strategy_from_env() == "single"
+    assert lookup.strategy_from_env(default="relative") == "helped"
     cluster = {"cluster": {"worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    assert lookup.strategy() == "all_reduce"
+    assert lookup.strategy_from_env() == "all_reduce"
     monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "relative")
-    assert lookup.strategy(default="single") == "helped"
+    assert lookup.strategy_from_env(default="single") == "helped"
 
 
 def test_options_of_the_environment(folder, monkeypatch):
     (folder / "open.py").write_text("def strategy(**options):\n    return options\n")
     monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "open")
-    assert lookup.strategy() == {}
+    assert lookup.strategy_from_env() == {}
     monkeypatch.setenv("KERAS_PSPLUS_COMPRESSION", "powersgd:2")
-    assert lookup.strategy() == {"compression": "powersgd:2"}
+    assert lookup.strategy_from_env() == {"compression": "powersgd:2"}
     monkeypatch.setenv(lookup.STRATEGY_VARIABLE, "single")
     with pytest.raises(ValueError, match="single takes no `compression`.*=powersgd:2$"):
-        lookup.strategy()
+        lookup.strategy_from_env()
 
 
 @pytest.mark.parametrize(
