@@ -23,6 +23,8 @@ TASK = pathlib.Path(__file__).with_name("gpu_task.py")
 MIRRORED, PIPELINE = "MultiWorkerMirroredStrategy", "PipelineStrategy"
 SERVERS, HYBRID = "ParameterServerStrategy", "HybridStrategy"
 ALONE = {"workers": 1}
+# Of `keras-psplus`, whose output is kept.
+DOCTOR, LAUNCHER = ("doctor",), ("run", "--workers", "2")
 
 
 def checks():
@@ -85,6 +87,8 @@ def checks():
     cuts[".*/dense_1/kernel"] = ["model", None]
     add("adam, model parallel", two, strategy="ModelParallelStrategy", given=cuts, **adam)
     add("nccl of one", check="nccl")
+    found["keras-psplus doctor"] = DOCTOR, [], False
+    add("keras-psplus run", LAUNCHER, strategy=MIRRORED)
     return found
 
 
@@ -97,20 +101,26 @@ def run(tasks, arguments, cpu, limit):
     start = time.monotonic()
     try:
         if tasks == ALONE:
-            logs = {"": _alone(arguments, env, limit)}
+            logs = {"": _output([TASK, *arguments], env, limit)}
+        elif isinstance(tasks, tuple):
+            task = [] if tasks == DOCTOR else [TASK, *arguments]
+            logs = {"": _output(["-m", "keras_psplus", *tasks, *task], env, limit)}
         else:
             logs = run_in_processes(TASK, **tasks, env=env, args=arguments, timeout=limit).logs
     except (AssertionError, subprocess.SubprocessError) as error:
         return {"error": str(getattr(error, "output", None) or error)[-3000:]}
     lines = [line for text in logs.values() for line in text.splitlines()]
-    found = [line[7:] for line in lines if line.startswith("RESULT ")]
-    seconds = round(time.monotonic() - start, 1)
-    return {**json.loads(found[0]), "seconds": seconds} if found else {"error": "\n".join(lines)}
+    # The launcher puts the task's name before a line.
+    found = [json.loads(line.split("RESULT ", 1)[1]) for line in lines if "RESULT {" in line]
+    if not found and tasks != DOCTOR:
+        return {"error": "\n".join(lines)}
+    output = {"output": lines} if isinstance(tasks, tuple) else {}
+    return {**(found[0] if found else {}), **output, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _alone(arguments, env, limit):
+def _output(arguments, env, limit):
     done = subprocess.run(
-        [sys.executable, TASK, *arguments],
+        [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **env},
