@@ -322,6 +322,8 @@ TESTS = {
     "faults/test_preemption.py": [
         *("*_one_task_is_told_to_end[pipeline*", "*_one_task_is_told_to_end[hybrid*"),
         *("*_launcher_is_told_to_end[pipeline]", "*_launcher_is_told_to_end[sync_*"),
+        *("*_launcher_is_told_to_end[shard_optimizer]", "*_launcher_is_told_to_end[model_*"),
+        "*_launcher_is_told_to_end[async_*",
     ],
     # One of each eight does the same as the others, and is something else.
     "faults/test_elastic.py": [

@@ -18,10 +18,17 @@ usage: keras-psplus add-worker JOB
 Starts one more worker of a job of `keras-psplus run --workers MIN:MAX` on this machine. JOB is the
 process id of its launcher, which `keras-psplus status` shows. The worker takes steps once its
 TensorFlow is up, and nobody is started again. End its process (SIGTERM) to have it leave.
+On other machines, start one of the commands of MAX workers there that `run --hosts` has printed.
 
   keras-psplus run --workers 1:3 --ps 1 train.py
   keras-psplus add-worker 4711
 """
+_ELSEWHERE = (
+    "workers are added on this machine, to a job that is all here. On other machines, start "
+    "the job by the commands that `keras-psplus run --workers MIN:MAX --ps 1 --hosts H1,H2,... "
+    "train.py` prints, and one more worker by its command of these, on its host; under Slurm by "
+    "`srun keras-psplus exec --ps 1 --workers MIN:MAX --join NUMBER train.py`. Received: "
+)
 _ANSWER_SECONDS = 15.0
 
 
@@ -34,6 +41,8 @@ def main(argv: list[str]) -> int:
     if parsing.shows_help(_USAGE, options, argv):
         return 0
     try:
+        if any(word.partition("=")[0] in ("--hosts", "--host") for word in argv):
+            raise parsing.UsageError(_ELSEWHERE + shlex.join(argv))
         rest = parsing.parse(options, argv)
         if len(rest) != 1:
             raise parsing.UsageError(

@@ -14,6 +14,7 @@ from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_confi
 from keras_psplus.cluster.discovery.ranks import FIRST_RANK_VARIABLE
 from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
 from keras_psplus.cluster.output.console import warn
+from keras_psplus.cluster.process.termination import GRACE_VARIABLE, grace_seconds
 
 _USAGE = """
 usage: keras-psplus exec [flags] SCRIPT [arguments of the script]
@@ -53,6 +54,9 @@ def main(argv: list[str]) -> int:
         }
         log = None if config is None or config.is_chief else lambda line: None
         os.environ.update(strategy_flags.variables(options, counts, log))
+        if options.grace is not None:
+            os.environ[GRACE_VARIABLE] = f"{options.grace:g}"
+        grace_seconds()  # raises ValueError
     except (parsing.UsageError, ClusterConfigError, ValueError) as error:
         return parsing.complain("exec", error)
     if config is None or config.is_chief:
@@ -169,6 +173,14 @@ def _flags() -> flags.FlagValues:
         False,
         "Whether the very last process is an evaluator, beside the cluster.",
         flag_values=values,
+    )
+    flags.DEFINE_float(
+        "grace",
+        None,
+        "Seconds that this process has after SIGTERM to save the job (BackupAndRestore); 0: it "
+        "ends at once (default: until the scheduler kills it).",
+        flag_values=values,
+        lower_bound=0,
     )
     strategy_flags.define(values)
     return values

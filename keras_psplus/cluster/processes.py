@@ -252,8 +252,9 @@ class LocalCluster:
         # Not what they have started, such as processes that read their data.
         self._processes.signal(trains, signal.SIGTERM, to_children=False)
         deadline = time.monotonic() + self._grace
-        while time.monotonic() < deadline and len(self._signals.received) < 2:
-            if not set(trains).intersection(self._running()):
+        while left := sorted(set(trains).intersection(self._running())):
+            if time.monotonic() >= deadline or len(self._signals.received) > 1:
+                self._log(f"{', '.join(left)} ended before saving (--grace={self._grace:g})")
                 break
             time.sleep(_POLL)
 

@@ -1,6 +1,5 @@
 """Role of a task at start-up: serve, or run the rest of the script."""
 
-import contextlib
 import functools
 import os
 import threading
@@ -12,6 +11,8 @@ import tensorflow as tf
 from keras_psplus.cluster import config, roles
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.discovery import discovery, resolvers
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import control, serve, shutdown
 from keras_psplus.cluster.serving.claims import ServerLease
@@ -117,18 +118,29 @@ class Servers:
             job_failure.install_exit_hook()
             self.notifier = shutdown.ShutdownNotifier(self._lease.servers, but=names)
 
-    def admit(self, name: str) -> None:
-        """Claims a worker that has come; raises ClusterStartupError if it is not ours."""
-        self._lease.claim(name)
-        # TensorFlow's own server, or it is gone again, or another one is there.
-        with contextlib.suppress(OSError, RefusedError):
-            address, own = self._lease.servers[name], serve.own_versions()
+    def admit(self, name: str, is_expected: bool = True) -> None:
+        """Claims a worker that has come; raises ClusterStartupError if it is not ours.
+
+        Args:
+            is_expected: Whether it may be TensorFlow's own server, which says nothing of itself.
+        """
+        address, own = self._lease.servers[name], serve.own_versions()
+        if not self._lease.claim(name) and is_expected:
+            return
+        try:
             theirs = control.ask(address, "versions", {})
-            if theirs != own:
-                raise config.ClusterStartupError(
-                    f"{name} ({address}) has other versions than its chief: install "
-                    f"{own} there. Received: {theirs}"
-                )
+        except (OSError, RefusedError) as error:
+            # Also one of a version that knows no such question.
+            raise config.ClusterStartupError(
+                f"{name} ({address}) cannot be asked for its versions on its control channel, "
+                f"{control_address(address)}: install {own} there, open that port, and start it "
+                f"with the job's {TOKEN_VARIABLE}. Received: {error or type(error).__name__}"
+            ) from None
+        if theirs != own:
+            raise config.ClusterStartupError(
+                f"{name} ({address}) has other versions than its chief: install {own} there. "
+                f"Received: {theirs}"
+            )
 
     def let_workers_leave(self, queue: ClosureQueue) -> None:
         """Does without workers that are told to end, from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,8 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         self._is_parameter_server_strategy_v2 = self._should_use_with_coordinator = True
         self._canonicalize_devices = False
         endings = servers.notifier if is_elastic else None
-        members = Members(spec["worker"], servers.admit, absent, endings)
+        admit = functools.partial(servers.admit, is_expected=not is_elastic)
+        members = Members(spec["worker"], admit, absent, endings)
         scheduler = Scheduler(
             self._num_workers,
             failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,

@@ -16,6 +16,7 @@ from keras_psplus.catalogue import lookup
 from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster.monitor import progress
 from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.process.termination import GRACE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,12 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script, tmp_path)
         (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
         (["run", "--chaos", "kill:ps0@step=3", "SCRIPT"], "Received: --chaos='kill:ps0@step=3'"),
         (["run", "--hosts", "a,b", "--chaos=kill:worker0@step=3", "SCRIPT"], "starts nothing"),
+        (["run", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
+        (["run", "--grace", "soon", "SCRIPT"], "Received: --grace=soon"),
+        (["exec", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
+        (["exec", "--grace", "nan", "SCRIPT"], "Received: --grace=nan"),
         (["add-worker"], "name one job"),
+        (["add-worker", "1", "--hosts", "h1"], "on its host; under Slurm"),
         (["add-worker", "1", "2"], "Received: 1 2"),
         (["add-worker", "no job"], "Received: no job"),
         (["serve"], "serve needs a TF_CONFIG"),
@@ -175,6 +181,15 @@ def test_usage_errors_exit_with_2(argv, message, capsys, script):
     assert main.main(argv) == 2
     captured = capsys.readouterr()
     assert message in captured.err + captured.out
+
+
+@pytest.mark.parametrize("flags", [[], ["--grace", "2.5"], ["--grace=0"]])
+def test_exec_tells_the_script_its_grace(flags, monkeypatch, script):
+    monkeypatch.setenv(GRACE_VARIABLE, "7")
+    monkeypatch.setattr(os, "execv", lambda path, argv: None)
+    main.main(["exec", *flags, script])
+    given = flags[-1].partition("=")[2] or flags[-1] if flags else "7"
+    assert os.environ[GRACE_VARIABLE] == given
 
 
 def test_faults_of_links_say_what_they_lack(capsys, script, tmp_path, monkeypatch):

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
+import keras
 import pytest
 
 from keras_psplus.cluster.process import termination
+from keras_psplus.core.backup import fit_progress
 from keras_psplus.core.jobs import preemption
 
 
@@ -46,7 +49,7 @@ class Control:
 class Fit:
     """A `fit` that can be saved."""
 
-    can_save = True
+    can_end = True
 
 
 def saved_after(workers, told, alone, seed):
@@ -104,12 +107,45 @@ def test_one_process_saves_after_the_batch_in_which_it_was_told():
     assert one.end_batch(False, True)
 
 
+class Callbacks:
+    """Callbacks of a `fit` that has batches left."""
+
+    params = {"epochs": 2, "steps": 9}
+    model = types.SimpleNamespace(stop_training=False)
+
+
+@pytest.mark.parametrize("has_backup", [True, False])
+def test_a_fit_without_a_backup_ends_and_says_what_to_add(
+    has_backup, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(preemption.SIGNAL, "is_noted", True)
+    monkeypatch.setattr(preemption.SIGNAL, "is_in_order", False)
+    progress, saved = fit_progress.FitProgress(), []
+    one = preemption.Preemption(None, "worker-1")
+    one.check(progress, Callbacks, None)  # No `fit` is under way.
+    backups = [keras.callbacks.BackupAndRestore(tmp_path)] if has_backup else []
+    progress._callbacks, progress.batch = backups, 3
+    with pytest.raises(SystemExit) as ending:
+        one.check(progress, Callbacks, lambda: saved.append(1))
+    assert ending.value.code == 143 and len(saved) == has_backup
+    words = (
+        "has saved the job after" if has_backup else "with nothing saved: give `fit` the callback"
+    )
+    assert words in caplog.text and caplog.text.endswith("Received: exit code 143\n")
+
+
 SOURCE = """
-import os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from keras_psplus.cluster.process.termination import SIGNAL
 
 def me():
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+
+def hang():
+    # A mutex that it has: a call that signals do not interrupt.
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex), lock(mutex)
 
 for i, source in enumerate(sys.argv[1:]):
     if not (child := os.fork()):
@@ -121,6 +157,20 @@ for i, source in enumerate(sys.argv[1:]):
 SCRIPTS = {
     "once": ("SIGNAL.watch(); me(); os._exit(7 if SIGNAL.is_noted else 0)", 7),
     "twice": ("SIGNAL.watch(); me(); me(); time.sleep(9)", termination.EXIT_CODE),
+    "twice, while it hangs": (
+        "SIGNAL.watch(); threading.Thread(target=lambda: [me(), me()]).start(); hang()",
+        termination.EXIT_CODE,
+    ),
+    "the end of the grace": (
+        "os.environ['KERAS_PSPLUS_GRACE'] = '0.5'; SIGNAL.watch(); me(); hang()",
+        termination.EXIT_CODE,
+    ),
+    "beside another one's pipe": (
+        "import socket; a, b = socket.socketpair(); b.setblocking(False)\n"
+        "signal.set_wakeup_fd(b.fileno()); SIGNAL.watch(); me()\n"
+        "os._exit(7 if SIGNAL.is_noted and a.recv(9) == b'\\x0f' else 0)",
+        7,
+    ),
     "after fit": ("SIGNAL.watch(); SIGNAL.ignore(); me(); time.sleep(9)", -signal.SIGTERM),
     # The launcher ends its tasks at once.
     "no grace": (

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from keras_psplus.chaos import netlab
+from tests.cluster.test_trace import check
 
 JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
 
@@ -42,7 +43,9 @@ def test_all_reduce(cause, tmp_path):
 
 @pytest.mark.parametrize(("cause", "task"), [("compute", "worker-1"), ("data", "chief-0")])
 def test_a_pipeline(cause, task, tmp_path):
-    output, lines = run(tmp_path, "PipelineStrategy", cause, "--workers=2", "--chief")
+    trace = tmp_path / "trace.json"
+    flags = "--workers=2", "--chief", f"--trace={trace}", "--trace_steps=2"
+    output, lines = run(tmp_path, "PipelineStrategy", cause, *flags)
     assert [line["epoch"] for line in lines] == [1, 2]
     for line in lines:
         tasks = line["tasks"]
@@ -55,6 +58,18 @@ def test_a_pipeline(cause, task, tmp_path):
             assert tasks["worker-0"]["wait_ms"] > tasks["worker-1"]["wait_ms"]
     assert f"slowest: {task}" in output and f"by {cause}" in output
     assert ("slowest: worker-1 (stage 1), " in output) == (cause == "compute")
+
+    spans = check(json.loads(trace.read_text()), ["chief-0", "worker-0", "worker-1"])
+    assert {e["name"] for e in spans["chief-0"]} == {"step", "read", "wait"}
+    first, last = ({e["name"]: e for e in spans[f"worker-{i}"]} for i in range(2))
+    both = {*first, *last}
+    # What takes microseconds may lie within another action.
+    assert {"forward 0", "wait"} <= both and {"backward 0", "backward 1"} & both, both
+    assert both <= {f"{d} {i}" for d in ("forward", "backward") for i in range(2)} | {
+        *("wait", "receive")
+    }
+    # By one clock, what a stage needs is there before it begins.
+    assert first["forward 0"]["ts"] < last["forward 0"]["ts"]
 
 
 def test_a_slow_link(tmp_path):

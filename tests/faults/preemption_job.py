@@ -26,6 +26,10 @@ STRATEGIES = {
     "hybrid": psp.HybridStrategy,
     "sync_parameter_server": lambda: psp.ParameterServerStrategy(mode="sync"),
     "pipeline": lambda: psp.PipelineStrategy(microbatches=2),
+    "shard_optimizer": lambda: psp.MultiWorkerMirroredStrategy(shard="optimizer"),
+    "shard_all": lambda: psp.MultiWorkerMirroredStrategy(shard="all"),
+    "model_parallel": psp.ModelParallelStrategy,
+    "async_parameter_server": psp.ParameterServerStrategy,
 }
 
 
@@ -57,4 +61,5 @@ fitted = model.fit(
 )
 if strategy.is_chief:
     found = {**fitted.history, "weights": [w.tolist() for w in model.get_weights()]}
+    found["steps"] = int(model.optimizer.iterations.numpy())
     (folder / "result.json").write_text(json.dumps(found))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.serving import control, serve
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.parameter_server.startup import Servers
@@ -12,21 +13,24 @@ class Lease:
 
     servers = {"worker-1": "10.0.0.2:2222"}
 
-    def __init__(self):
-        self.claimed = []
+    def __init__(self, knows_claims):
+        self.claimed, self.knows_claims = [], knows_claims
 
     def claim(self, name):
         self.claimed.append(name)
+        return self.knows_claims
 
 
-def servers_with(monkeypatch, answer):
+def servers_with(monkeypatch, answer, knows_claims=True):
     def ask(address, what, payload):
         assert (address, what) == ("10.0.0.2:2222", "versions")
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     monkeypatch.setattr(control, "ask", ask)
     servers = object.__new__(Servers)
-    servers._lease = Lease()
+    servers._lease = Lease(knows_claims)
     return servers
 
 
@@ -42,3 +46,28 @@ def test_a_worker_of_other_versions_is_refused(monkeypatch):
     words = r"worker-1 \(10.0.0.2:2222\) has other versions.*Received: .*0\.0\.1"
     with pytest.raises(ClusterStartupError, match=words):
         servers.admit("worker-1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        # One of a version that does not know the question, or that is gone again.
+        ConnectionError("KeyError: 'versions'"),
+        # Another one at its address, since it was claimed.
+        RefusedError("its token differs"),
+        TimeoutError("timed out"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize(("knows_claims", "is_expected"), [(True, True), (False, False)])
+def test_a_worker_that_does_not_say_its_versions_is_refused(
+    error, knows_claims, is_expected, monkeypatch
+):
+    servers = servers_with(monkeypatch, error, knows_claims)
+    words = r"worker-1 \(10.0.0.2:2222\) cannot be asked.*10.0.0.2:3222.*Received: " + str(error)
+    with pytest.raises(ClusterStartupError, match=words):
+        servers.admit("worker-1", is_expected)
+
+
+def test_a_server_of_tensorflow_s_own_comes_back_to_a_fixed_number(monkeypatch):
+    servers_with(monkeypatch, ConnectionError("refused"), False).admit("worker-1")

@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.base.busy import Span, work_and_links
+from keras_psplus.pipeline.base.busy import LINK, WAIT, WORK, Span, intervals, work_and_links
 
 
 def run(forward, backward, flight=0.0, clocks=(0.0, 0.0, 0.0), microbatches=4, loss=0.0):
@@ -73,3 +73,16 @@ def test_spans_of_one_stage_that_overlap_count_once():
     ]
     assert work_and_links([spans]) == [(5.0, 0.0)]
     assert work_and_links([[]]) == [(0.0, 0.0)]
+
+
+def test_intervals_are_of_one_clock_and_without_a_gap():
+    plain = intervals(run([1, 2, 1], [2, 4, 2], flight=0.5))
+    other = intervals(run([1, 2, 1], [2, 4, 2], flight=0.5, clocks=(0.0, 50.0, -50.0)))
+    for stage, same in zip(plain, other):
+        assert [one[:2] for one in stage] == [one[:2] for one in same]
+        for one, own in zip(stage, same):
+            assert one[2:] == pytest.approx(own[2:])
+        assert [one.ended for one in stage[:-1]] == [one.began for one in stage[1:]]
+    # The first stage waits while the others work, and then for what they have sent.
+    kinds = [one.kind for one in plain[0]]
+    assert kinds[kinds.index(WAIT) + 1] == LINK and WORK in kinds

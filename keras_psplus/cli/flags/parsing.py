@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import shlex
 import sys
 import textwrap
 
@@ -30,7 +31,7 @@ def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
     try:
         flag_values(["keras-psplus", *own])
     except flags.Error as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"{error}. Received: {shlex.join(own)}") from None
     for name in flag_values:
         value = flag_values[name].value
         if flag_values[name].present and value in ("", []):

@@ -23,6 +23,7 @@ from keras_psplus.log import logger
 TRACE_VARIABLE, TRACE_STEPS_VARIABLE = "KERAS_PSPLUS_TRACE", "KERAS_PSPLUS_TRACE_STEPS"
 STEPS = 20
 STEP, READ, COMPUTE, SEND, WAIT, UPDATE = "step", "read", "compute", "send", "wait", "update"
+RECEIVE = "receive"
 # Sending and waiting for others together, until the traces of all workers are compared.
 COLLECTIVE = "collective"
 _WARM_UP = 3  # steps, of which the first is traced by TensorFlow

@@ -102,8 +102,8 @@ class ServerLease:
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(self.claim, others))
 
-    def claim(self, name: str) -> None:
-        """Claims one server; one that knows nothing of claims is left as it is."""
+    def claim(self, name: str) -> bool:
+        """Claims one server; returns False if it knows nothing of claims, or cannot be asked."""
         address = self.servers[name]
         received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address
         try:
@@ -111,13 +111,14 @@ class ServerLease:
         except RefusedError as error:
             raise ClusterStartupError(f"{name} ({address}): {error}. {received}") from None
         except ConnectionError:
-            return  # TensorFlow's own server.
+            return False  # TensorFlow's own server.
         except TimeoutError as error:
-            return logger.warning(
+            logger.warning(
                 "%s cannot be reached on its control channel, %s, and can neither refuse another "
                 "chief nor tell this one's failure from its end. Open that port. Received: %s",
                 *(name, control_address(address), error),
             )
+            return False
         except OSError as error:
             raise ClusterStartupError(
                 f"{name} cannot be claimed at {control_address(address)}, the address of its "
@@ -129,3 +130,4 @@ class ServerLease:
                 "the same parameter servers and workers: end that job first, or give this one "
                 f"other servers. Received: {received}"
             )
+        return True

@@ -85,7 +85,7 @@ def watch(
 def _at_exit(
     task: TaskConfig, is_cause: Callable[[], bool], post: Callable[[str], None] | None
 ) -> None:
-    if not is_cause() or termination.SIGNAL.has_saved:
+    if not is_cause() or termination.SIGNAL.is_in_order:
         return
     if exit_code.is_bad() and _reported_at is None:
         report(_message(task, "early", f"exit code {exit_code.last()}"), post)

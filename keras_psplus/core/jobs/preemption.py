@@ -2,7 +2,7 @@
 
 Schedulers send SIGTERM before they take a machine away: Slurm's preemption and time limits, the
 eviction of a pod, a spot machine's end. `fit` with a BackupAndRestore then
-saves and ends the process, so that the job resumes at that very step.
+saves and ends the process, so that the job resumes at that very step; without one, it ends, too.
 
 Workers that train together have to save after the same batch. Say that worker 1 is told so in its
 batch s, and no worker takes more than n steps without the others (n is 1 but for `updates=`):
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 
 _SERVER_SECONDS = 0.5
 _POST, _WHAT = "preempted", "saving before the end"
+_SAVED = (
+    "%s was told to end (SIGTERM) and has saved the job %s, where it resumes when it is started "
+    "again. Received: exit code %d"
+)
+_NOT_SAVED = (
+    "%s was told to end (SIGTERM) and ends %s, with nothing saved: give `fit` the callback "
+    "keras.callbacks.BackupAndRestore(FOLDER), by which the job is saved there and resumes. "
+    "Received: exit code %d"
+)
 
 
 class Preemption:
@@ -66,13 +75,13 @@ class Preemption:
     def watch(
         self, progress: FitProgress, are_servers_told: Callable[[], bool] | None = None
     ) -> None:
-        """Notes SIGTERM from now on, if something of a `fit` can be saved.
+        """Notes SIGTERM from now on, in a `fit`.
 
         Args:
             are_servers_told: Function that asks whether a process that serves this one has got
                 SIGTERM; a thread calls it now and then.
         """
-        if not progress.can_save:
+        if not progress.can_end:
             return
         SIGNAL.watch()
         if are_servers_told is not None and self._server_thread is None:
@@ -92,7 +101,7 @@ class Preemption:
 
     def unwatch(self, outer: FitProgress) -> None:
         """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
-        if not outer.can_save:
+        if not outer.can_end:
             SIGNAL.ignore()
 
     def check(
@@ -109,9 +118,10 @@ class Preemption:
             save: Function that saves it.
         """
         is_told = SIGNAL.is_noted or self._is_server_told
-        if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
-            save()
-            self.end(progress.at)
+        if progress.can_end and self.end_batch(_is_last(progress, callbacks), is_told):
+            if progress.can_save:
+                save()
+            self.end(progress.at, progress.can_save)
 
     def _listen(self, control: ControlPlane) -> None:
         # When the job is about to end, there is nothing to wait for.
@@ -141,30 +151,25 @@ class Preemption:
             # Another one was told before.
             return self._take(control, control.wait_for(_POST, "another", _WHAT))
         logger.info(
-            "%s is told to end (SIGTERM); all workers save after its batch %d", self._name, until
+            "%s is told to end (SIGTERM); all workers end after its batch %d", self._name, until
         )
         for name in control.names:
             if name != self._name:
                 control.wait_for(_confirmation(name), name, _WHAT)
         return until
 
-    def end(self, where: str) -> NoReturn:
-        """Ends this process, as the job is saved.
+    def end(self, where: str, is_saved: bool) -> NoReturn:
+        """Ends this process, after the same batch as the others.
 
         Args:
             where: The place in the training, for people.
+            is_saved: Whether the job is saved.
         """
         if self._control is not None:
             # The chief has written everything, and nobody's end is another one's failure.
             self._control.exchange(_WHAT, "")
-        SIGNAL.has_saved = True
-        logger.warning(
-            "%s was told to end (SIGTERM) and has saved the job %s, where it resumes when it is "
-            "started again. Received: exit code %d",
-            self._name,
-            where,
-            EXIT_CODE,
-        )
+        SIGNAL.is_in_order = True
+        logger.warning(_SAVED if is_saved else _NOT_SAVED, self._name, where, EXIT_CODE)
         sys.exit(EXIT_CODE)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from keras_psplus.pipeline.base.schedule import BACKWARD, FORWARD
 
 Action = tuple[str, int]
+WORK, LINK, WAIT = "work", "link", "wait"
 
 
 class Span(NamedTuple):
@@ -34,6 +35,21 @@ class Span(NamedTuple):
     after: frozenset[Action] = frozenset()
 
 
+class Interval(NamedTuple):
+    """Something that a stage does, by the clock of the first stage's machine.
+
+    Attributes:
+        kind: `WORK`; `LINK`, if what it waits for is on its way; or `WAIT`, if it is not.
+        action: The action that is done, or waited for.
+        began, ended: When.
+    """
+
+    kind: str
+    action: Action
+    began: float
+    ended: float
+
+
 def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
     """Computes each stage's seconds of work, and of waiting for what was on its way.
 
@@ -50,6 +66,21 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
     # (1.5, 1.5): between 4 and 6.5 s, the second micro-batch was on its way from 5 s on
     ```
     """
+    found = []
+    for each in intervals(stages):
+        seconds = {kind: 0.0 for kind in (WORK, LINK, WAIT)}
+        for one in each:
+            seconds[one.kind] += one.ended - one.began
+        found.append((seconds[WORK], seconds[LINK]))
+    return found
+
+
+def intervals(stages: Sequence[Sequence[Span]]) -> list[list[Interval]]:
+    """Computes what each stage does, from its first action to its last.
+
+    Args:
+        stages: As for `work_and_links`.
+    """
     sent = [_latest(spans, "sent") for spans in stages]
     clocks = _clocks(stages, sent)
     found = []
@@ -58,18 +89,20 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
         for span in spans:
             begun = max([span.arrived, *(ends[a] for a in span.after if a in ends)])
             timed.append((min(begun, span.ended), span))
-        work = link = 0.0
+        own, clock = list[Interval](), clocks[number]
         until = min((begun for begun, _ in timed), default=0.0)
         for begun, span in sorted(timed, key=lambda pair: pair[0]):
             if number == len(stages) - 1 and span.action[0] == BACKWARD:
                 # Its forward comes before, and the loss.
                 begun = min(begun, until)
-            if begun > until:
-                left = _sent(sent, number, span.action, clocks)
-                link += max(0.0, min(begun, span.arrived) - max(until, left))
-            work += max(0.0, span.ended - max(begun, until))
+            left = max(until, _sent(sent, number, span.action, clocks))
+            own += [
+                Interval(WAIT, span.action, until - clock, min(begun, left) - clock),
+                Interval(LINK, span.action, left - clock, min(begun, span.arrived) - clock),
+                Interval(WORK, span.action, max(begun, until) - clock, span.ended - clock),
+            ]
             until = max(until, span.ended)
-        found.append((work, link))
+        found.append([one for one in own if one.ended > one.began])
     return found
 
 

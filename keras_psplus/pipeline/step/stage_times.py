@@ -15,9 +15,11 @@ from typing import TypeVar
 import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
+from keras_psplus.cluster.monitor import trace
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
-from keras_psplus.pipeline.base.busy import work_and_links
+from keras_psplus.cluster.monitor.trace import Span
+from keras_psplus.pipeline.base import busy
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.step.stage_clock import StageClock
 
@@ -39,7 +41,7 @@ class StageTimes:
         self._stages, self._host, self._measures = stages, host, measures
         self._lock = threading.Lock()
         self._clocks: list[StageClock] = []
-        self._chief = StepTimes()
+        self._chief, self._recorder = StepTimes(), trace.current()
         # By worker: steps, seconds of work, and of waiting for links.
         self._of_workers: dict[int, tuple[int, float, float]] = {}
         self._seconds = 0.0
@@ -93,6 +95,9 @@ class StageTimes:
                 wait, data = now - arrived, arrived - began
                 self._chief = self._chief.plus(StepTimes(1, data=data, wait=wait, host=host))
                 self._seconds += wait
+            if self._recorder is not None and self._recorder.wants(_CHIEF):
+                spans = Span(trace.STEP, began, now), Span(trace.READ, began, arrived)
+                self._recorder.add(_CHIEF, [*spans, Span(trace.WAIT, arrived, now)])
 
     def note_moments(self, moments: tf.Tensor | None) -> None:
         """Adds what the clock of a step has returned."""
@@ -102,7 +107,24 @@ class StageTimes:
         spans, count = self._clocks[int(number)].spans(read), len(self._stages.devices)
         with self._lock:
             for first in range(0, len(spans), count):
-                found = work_and_links(spans[first : first + count])
+                found = busy.work_and_links(spans[first : first + count])
+                self._record(first, spans[first : first + count])
                 for worker, (work, link) in enumerate(found, first):
                     steps, *before = self._of_workers.get(worker, (0, 0.0, 0.0))
                     self._of_workers[worker] = steps + 1, before[0] + work, before[1] + link
+
+    def _record(self, first: int, stages: list[list[busy.Span]]) -> None:
+        """Adds what the stages of a pipeline have done in a step to the trace."""
+        names = [task_name("worker", first + stage) for stage in range(len(stages))]
+        if self._recorder is None or not self._recorder.wants(names[0]):
+            return
+        for name, own in zip(names, busy.intervals(stages)):
+            self._recorder.add(name, [_traced(one) for one in own])
+
+
+def _traced(one: busy.Interval) -> Span:
+    """A span of the trace, of which work has the name of its action."""
+    direction, microbatch = one.action
+    work = f"{direction} {microbatch}"
+    name = {busy.WORK: work, busy.LINK: trace.RECEIVE, busy.WAIT: trace.WAIT}[one.kind]
+    return Span(name, one.began, one.ended)
