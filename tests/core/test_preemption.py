@@ -49,7 +49,7 @@ class Control:
 class Fit:
     """A `fit` that can be saved."""
 
-    can_end = True
+    can_end = can_save = True
 
 
 def saved_after(workers, told, alone, seed):
@@ -136,6 +136,7 @@ def test_a_fit_without_a_backup_ends_and_says_what_to_add(
 
 SOURCE = """
 import ctypes, os, signal, sys, threading, time
+from keras_psplus.cluster.process import termination
 from keras_psplus.cluster.process.termination import SIGNAL
 
 def me():
@@ -163,6 +164,10 @@ SCRIPTS = {
     ),
     "the end of the grace": (
         "os.environ['KERAS_PSPLUS_GRACE'] = '0.5'; SIGNAL.watch(); me(); hang()",
+        termination.EXIT_CODE,
+    ),
+    "nothing to save": (
+        "termination._SECONDS_WITHOUT_BACKUP = 0.5; SIGNAL.watch(can_save=False); me(); hang()",
         termination.EXIT_CODE,
     ),
     "beside another one's pipe": (

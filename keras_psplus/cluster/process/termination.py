@@ -15,6 +15,8 @@ from keras_psplus.log import logger
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that a task has to save the job after SIGTERM; 0 for none. Not set: as long as it takes.
 GRACE_VARIABLE = "KERAS_PSPLUS_GRACE"
+# For the end of a step after which nothing is saved.
+_SECONDS_WITHOUT_BACKUP = 5.0
 _LONGEST_WAIT = 1e6
 
 
@@ -54,11 +56,15 @@ class _Signal:
         self._grace = math.inf
         self._pipe: tuple[int, int] | None = None
 
-    def watch(self) -> None:
-        """Notes SIGTERM from now on, unless the script or the launcher wants something else."""
+    def watch(self, can_save: bool = True) -> None:
+        """Notes SIGTERM from now on, unless the script or the launcher wants something else.
+
+        Args:
+            can_save: Whether there is something to save; else the grace is a few seconds at most.
+        """
         if self._is_watched or threading.current_thread() is not threading.main_thread():
             return
-        self._grace = grace_seconds()
+        self._grace = min(grace_seconds(), math.inf if can_save else _SECONDS_WITHOUT_BACKUP)
         if not self._grace:
             return  # The launcher ends its tasks at once.
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):

@@ -83,7 +83,7 @@ class Preemption:
         """
         if not progress.can_end:
             return
-        SIGNAL.watch()
+        SIGNAL.watch(progress.can_save)
         if are_servers_told is not None and self._server_thread is None:
             self._server_thread = threading.Thread(
                 target=self._watch, args=(are_servers_told,), daemon=True
