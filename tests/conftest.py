@@ -52,7 +52,7 @@ LONG = (
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
     *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
-    "serving",
+    *("serving", "tensor_parallel"),
     *(
         "core/test_slow_task.py",
         "gpu/test_steps.py",

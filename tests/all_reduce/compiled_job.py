@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -126,6 +126,7 @@ def refused(make):
 
 
 def main(path):
+    references.build_first()
     logical_devices(2)
     strategy = keras_psplus.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == 2

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -159,6 +159,7 @@ def graph_function(graph, name):
 
 
 def main(folder):
+    references.build_first()
     strategy = psp.MultiWorkerMirroredStrategy(jit_blocks=PARTS)
     results = {}
     for make in (mlp, transformer, Own):

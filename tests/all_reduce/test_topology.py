@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests import references
 from tests.all_reduce import updates_job
 from tests.all_reduce import updates_simulation as simulation
 from tests.all_reduce.topology_job import (
@@ -72,7 +73,8 @@ def alone():
     """The weights of one process, for each number of batches in an update."""
     ids, y = problem()
     model = everything()
-    model.fit(ids, y, BATCH, epochs=2, shuffle=False, verbose=0)
+    with references.built_first():
+        model.fit(ids, y, BATCH, epochs=2, shuffle=False, verbose=0)
     weights = {1: model.get_weights()}
     model = everything()
     # The last batch of five waits for another.

@@ -14,6 +14,7 @@ import pytest
 from keras_psplus import updates
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
+from tests import references
 from tests.all_reduce import updates_simulation as simulation
 from tests.all_reduce.updates_job import (
     ACCUMULATED,
@@ -109,8 +110,9 @@ def trained_on_larger_batches(name):
     model = build()
     x, y = data_of(name)
     groups = whole_batches(policy, by_batch)
-    for rows in groups:
-        model.train_on_batch(x[rows], y[rows])
+    with references.built_first():
+        for rows in groups:
+            model.train_on_batch(x[rows], y[rows])
     if not by_batch:
         model.optimizer.finalize_variable_values(model.trainable_weights)
     return model, len(groups)

@@ -13,7 +13,7 @@ import random
 import sys
 import typing
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -1133,6 +1133,7 @@ def strategies(kinds):
         logical_devices(4)
     for kind in kinds:
         if kind == "reference":
+            references.build_first()
             yield None
         elif kind == "pipeline":
             yield keras_psplus.PipelineStrategy(microbatches=3)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests import references
 from tests.multi_process import fit_cases
 from tests.results import assert_close, load
 from tests.selection import cases
@@ -26,7 +27,8 @@ def job(request, tmp_path_factory):
     """The folder of what the cases come to, and the chief's log."""
     folder = tmp_path_factory.mktemp("overlap")
     wanted = cases(request)
-    fit_cases.run(wanted, None, "reference", folder)
+    with references.built_first():
+        fit_cases.run(wanted, None, "reference", folder)
     result = run_in_processes(
         JOB,
         workers=2,

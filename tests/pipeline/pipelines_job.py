@@ -6,7 +6,7 @@ pipelines_job.py SCHEDULE CASE... [writes]
 import os
 import sys
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -142,7 +142,7 @@ def alone(case):
         everything = startup.local_devices()
         startup.local_devices = lambda: everything[:2]
         return train(psp.PipelineStrategy(4), case)
-    with psp.single_process():
+    with psp.single_process(), references.built_first():
         return train(tf.distribute.get_strategy(), case)
 
 

@@ -15,6 +15,7 @@ from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.step import step_function
 from keras_psplus.tf_internals import context
+from tests import references
 
 layers = keras.layers
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -146,7 +147,7 @@ def alone():
             results[make] = train(tf.distribute.get_strategy(), make)
         return results[make]
 
-    with psp.single_process():
+    with psp.single_process(), references.built_first():
         yield get
 
 

@@ -14,7 +14,7 @@ import time
 import traceback
 from unittest import mock
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -272,6 +272,8 @@ def main(folder, names, cases=(), **options):
     strategy = None
     if os.environ.get("TF_CONFIG"):
         strategy = psp.MultiWorkerMirroredStrategy(**{"shard": "optimizer", **options})
+    else:
+        references.build_first()
     task = strategy.task.name if strategy else "one"
     others = {
         **dict(cases),

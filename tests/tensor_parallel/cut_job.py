@@ -12,7 +12,7 @@ import pathlib
 import sys
 import traceback
 
-from tests import quick_start  # noqa: F401
+from tests import quick_start, references  # noqa: F401
 
 # isort: split
 import keras
@@ -460,6 +460,8 @@ def main(folder, cases):
         options = {"compression": "bf16"} if "COMPRESSION" in os.environ else {}
         strategy = psp.ModelParallelStrategy(layout_map=LAYOUTS, mesh=mesh, **options)
         task = strategy.task.name
+    else:
+        references.build_first()
     others = {
         "files": lambda: files(folder, task, strategy is None or strategy.is_chief),
         "load": loaded,
