@@ -124,23 +124,29 @@ class Servers:
         Args:
             is_expected: Whether it may be TensorFlow's own server, which says nothing of itself.
         """
-        address, own = self._lease.servers[name], serve.own_versions()
-        if not self._lease.claim(name) and is_expected:
+        is_claimed = self._lease.claim(name)
+        if not is_claimed and is_expected:
             return
-        try:
-            theirs = control.ask(address, "versions", {})
-        except (OSError, RefusedError) as error:
-            # Also one of a version that knows no such question.
-            raise config.ClusterStartupError(
-                f"{name} ({address}) cannot be asked for its versions on its control channel, "
-                f"{control_address(address)}: install {own} there, open that port, and start it "
-                f"with the job's {TOKEN_VARIABLE}. Received: {error or type(error).__name__}"
-            ) from None
-        if theirs != own:
-            raise config.ClusterStartupError(
-                f"{name} ({address}) has other versions than its chief: install {own} there. "
-                f"Received: {theirs}"
-            )
+        address, own = self._lease.servers[name], serve.own_versions()
+        answer: object = "no answer"
+        if is_claimed:
+            try:
+                theirs = control.ask(address, "versions", {})
+            except (OSError, RefusedError) as error:
+                # Also one of a version that knows no such question.
+                answer = str(error) or type(error).__name__
+            else:
+                if theirs == own:
+                    return
+                raise config.ClusterStartupError(
+                    f"{name} ({address}) has other versions than its chief: install {own} there. "
+                    f"Received: {theirs}"
+                )
+        raise config.ClusterStartupError(
+            f"{name} ({address}) cannot be asked for its versions on its control channel, "
+            f"{control_address(address)}: install {own} there, open that port, and start it with "
+            f"the job's {TOKEN_VARIABLE}. Received: {answer}"
+        )
 
     def let_workers_leave(self, queue: ClosureQueue) -> None:
         """Does without workers that are told to end, from now on."""

@@ -71,8 +71,15 @@ class OptimizerPlan:
             self.places = [Place()] * len(variables)
             return
         self.reason = _NOT_KNOWN
-        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
-        self.places = [Place(owner=owner) for owner in _balanced(sizes, workers)]
+        is_here = [not self._is_remote(v) for v in variables]
+        sizes = [
+            here * math.prod(v.shape) * tf.as_dtype(v.dtype).size
+            for here, v in zip(is_here, variables)
+        ]
+        self.places = [
+            Place(owner=owner) if here else Place()
+            for here, owner in zip(is_here, _balanced(sizes, workers))
+        ]
 
     def _is_remote(self, variable: keras.Variable) -> bool:
         """Whether other tasks keep a variable."""

@@ -114,29 +114,43 @@ class Callbacks:
     model = types.SimpleNamespace(stop_training=False)
 
 
-@pytest.mark.parametrize("has_backup", [True, False])
-def test_a_fit_without_a_backup_ends_and_says_what_to_add(
-    has_backup, monkeypatch, caplog, tmp_path
-):
+def test_a_fit_that_is_told_to_end_has_saved(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(preemption.SIGNAL, "is_noted", True)
     monkeypatch.setattr(preemption.SIGNAL, "is_in_order", False)
     progress, saved = fit_progress.FitProgress(), []
     one = preemption.Preemption(None, "worker-1")
     one.check(progress, Callbacks, None)  # No `fit` is under way.
-    backups = [keras.callbacks.BackupAndRestore(tmp_path)] if has_backup else []
-    progress._callbacks, progress.batch = backups, 3
+    progress._callbacks, progress.batch = [keras.callbacks.BackupAndRestore(tmp_path)], 3
     with pytest.raises(SystemExit) as ending:
         one.check(progress, Callbacks, lambda: saved.append(1))
-    assert ending.value.code == 143 and len(saved) == has_backup
-    words = (
-        "has saved the job after" if has_backup else "with nothing saved: give `fit` the callback"
-    )
-    assert words in caplog.text and caplog.text.endswith("Received: exit code 143\n")
+    assert ending.value.code == 143 and saved == [1]
+    assert "has saved the job after" in caplog.text
+    assert caplog.text.endswith("Received: exit code 143\n")
+
+
+def test_a_fit_without_a_backup_ends_at_once_but_inside_of_one_that_has_it(monkeypatch):
+    signals = termination._Signal()
+    monkeypatch.setattr(preemption, "SIGNAL", signals)
+    without = types.SimpleNamespace(can_end=True, can_save=False)
+    none = types.SimpleNamespace(can_end=False, can_save=False)
+    one = preemption.Preemption(None, "worker-1")
+    said = []
+    try:
+        for begun in (without, Fit, without):
+            one.watch(begun)
+            said.append(signals.at_once)
+        for outer in (Fit, without, none):
+            one.unwatch(outer)
+            said.append(signals.at_once)
+    finally:
+        signals.ignore()
+    line, *inside, last, _ = said
+    assert line == last and inside == [None] * 3
+    assert line.startswith("worker-1 was told to end (SIGTERM) and ends with nothing saved")
 
 
 SOURCE = """
 import ctypes, os, signal, sys, threading, time
-from keras_psplus.cluster.process import termination
 from keras_psplus.cluster.process.termination import SIGNAL
 
 def me():
@@ -166,9 +180,30 @@ SCRIPTS = {
         "os.environ['KERAS_PSPLUS_GRACE'] = '0.5'; SIGNAL.watch(); me(); hang()",
         termination.EXIT_CODE,
     ),
-    "nothing to save": (
-        "termination._SECONDS_WITHOUT_BACKUP = 0.5; SIGNAL.watch(can_save=False); me(); hang()",
+    "nothing to save": ("SIGNAL.watch('a line'); me(); time.sleep(9)", termination.EXIT_CODE),
+    "nothing to save, while it hangs": (
+        "SIGNAL.watch('a line'); threading.Thread(target=me).start(); hang()",
         termination.EXIT_CODE,
+    ),
+    "nobody takes its lines": (
+        "import logging; logging.getLogger('keras_psplus').addHandler(logging.StreamHandler())\n"
+        "logging.getLogger('keras_psplus').handlers[-1].acquire()\n"
+        "SIGNAL.watch('a line'); threading.Thread(target=me).start(); hang()",
+        termination.EXIT_CODE,
+    ),
+    # With the handler of this process, at first.
+    "processes that are ended as soon as they are forked": (
+        "SIGNAL.watch()\n"
+        "for _ in range(50):\n"
+        "    if not (child := os.fork()):\n"
+        "        time.sleep(9)\n"
+        "        os._exit(0)\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -15:\n"
+        "        os._exit(9)\n"
+        "time.sleep(0.2)\n"
+        "os._exit(8 if SIGNAL.is_noted else 7)",
+        7,
     ),
     "beside another one's pipe": (
         "import socket; a, b = socket.socketpair(); b.setblocking(False)\n"

@@ -63,7 +63,7 @@ def test_a_pipeline(cause, task, tmp_path):
     assert {e["name"] for e in spans["chief-0"]} == {"step", "read", "wait"}
     first, last = ({e["name"]: e for e in spans[f"worker-{i}"]} for i in range(2))
     both = {*first, *last}
-    # What takes microseconds may lie within another action.
+    # Actions of microseconds may lie within others.
     assert {"forward 0", "wait"} <= both and {"backward 0", "backward 1"} & both, both
     assert both <= {f"{d} {i}" for d in ("forward", "backward") for i in range(2)} | {
         *("wait", "receive")

@@ -13,7 +13,7 @@ from tests.selection import cases
 pytestmark = pytest.mark.timeout(1500)
 
 SHARDED = ["adam_w", "global_clipnorm", "clipnorm", "beside_rows", "own_step", "again"]
-SHARDED += ["mixed_precision", "accumulated"]
+SHARDED += ["own_optimizer", "mixed_precision", "accumulated"]
 
 
 @pytest.fixture(scope="module")

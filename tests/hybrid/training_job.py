@@ -26,6 +26,14 @@ ROWS, DIM, BATCH = 24, 8, 16
 optimizers, schedules = keras.optimizers, keras.optimizers.schedules
 
 
+@keras.saving.register_keras_serializable("training_job")
+class OwnAdam(optimizers.Adam):
+    """An optimizer that the library does not know."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient + 0.01 * variable, variable, learning_rate)
+
+
 class OneHot(keras.layers.Layer):
     """An embedding whose gradient is dense."""
 
@@ -257,6 +265,7 @@ CASES = {
         ),
         tolerance=2e-5,
     ),
+    "own_optimizer": by(lambda: OwnAdam(0.01), tolerance=2e-5),
     "global_clipnorm": by(lambda: optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.05)),
     "clipnorm": by(lambda: optimizers.SGD(0.5, clipnorm=0.02)),
     "mixed_precision": by(lambda: optimizers.SGD(0.5), policy="mixed_float16", tolerance=2e-3),

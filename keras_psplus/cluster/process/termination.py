@@ -15,9 +15,9 @@ from keras_psplus.log import logger
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that a task has to save the job after SIGTERM; 0 for none. Not set: as long as it takes.
 GRACE_VARIABLE = "KERAS_PSPLUS_GRACE"
-# For the end of a step after which nothing is saved.
-_SECONDS_WITHOUT_BACKUP = 5.0
 _LONGEST_WAIT = 1e6
+# For a line to be written, where what reads it, or who holds its lock, may hang.
+_LINE_SECONDS = 1.0
 
 
 def grace_seconds() -> float:
@@ -48,29 +48,39 @@ class _Signal:
     Attributes:
         is_noted: Whether it has come.
         is_in_order: Whether this process is about to end for that, as the others know.
+        at_once: Line with which it ends at once, as there is nothing to save; or None.
     """
 
     def __init__(self) -> None:
         self.is_noted = self.is_in_order = False
+        self.at_once: str | None = None
         self._is_watched = self._is_for_forks = self._is_handled = False
-        self._grace = math.inf
+        self._grace, self._end_at = math.inf, math.inf
         self._pipe: tuple[int, int] | None = None
+        # What a thread that forks had blocked before.
+        self._blocked = threading.local()
 
-    def watch(self, can_save: bool = True) -> None:
+    def watch(self, at_once: str | None = None) -> None:
         """Notes SIGTERM from now on, unless the script or the launcher wants something else.
 
         Args:
-            can_save: Whether there is something to save; else the grace is a few seconds at most.
+            at_once: The line, if there is nothing to save in what is begun; what is under way
+                around it may have something.
         """
-        if self._is_watched or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._grace = min(grace_seconds(), math.inf if can_save else _SECONDS_WITHOUT_BACKUP)
+        if self._is_watched:
+            self.at_once = None if at_once is None else self.at_once
+            return
+        self._grace, self.at_once = grace_seconds(), at_once
         if not self._grace:
             return  # The launcher ends its tasks at once.
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
             return  # The script has its own.
         if not self._is_for_forks:
-            os.register_at_fork(after_in_child=self._forget)
+            os.register_at_fork(
+                before=self._block, after_in_parent=self._unblock, after_in_child=self._forget
+            )
         self._is_for_forks = self._is_watched = True
         signal.signal(signal.SIGTERM, self._note)
         self._wake_thread()
@@ -87,45 +97,55 @@ class _Signal:
 
     def ignore(self) -> None:
         """Has SIGTERM end this process, as it does without this library."""
-        if self._is_watched:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if (others := signal.set_wakeup_fd(-1)) not in (-1, *(self._pipe or ())):
-                signal.set_wakeup_fd(others)
-        self._is_watched = False
+        if not self._is_watched or threading.current_thread() is not threading.main_thread():
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if (others := signal.set_wakeup_fd(-1)) not in (-1, *(self._pipe or ())):
+            signal.set_wakeup_fd(others)
+        self._is_watched, self._end_at = False, math.inf
+
+    def _block(self) -> None:
+        # A child has the handler and the pipe at first, and would be told in this process's place.
+        self._blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked.before)
 
     def _forget(self) -> None:
         """In a forked process, which is told by itself, without the thread."""
         self.ignore()
         self._pipe = None
+        self._unblock()
 
     def _note(self, number: int, frame: Any) -> None:
         again, self.is_noted, self._is_handled = self._is_handled, True, True
-        if again:
+        if again or self.at_once:
             self._end("it was told twice")
 
     def _listen(self, pipe: int) -> None:
-        poll, end, is_told = select.poll(), math.inf, False
+        poll, is_told = select.poll(), False
         poll.register(pipe, select.POLLIN)
         while True:
-            left = min(end - time.monotonic(), _LONGEST_WAIT)
+            left = min(self._end_at - time.monotonic(), _LONGEST_WAIT)
             if not poll.poll(1000 * max(0.0, left)):
-                if time.monotonic() >= end:
+                if time.monotonic() >= self._end_at:
                     self._end(f"its {self._grace:g} s of grace are over")
             # Other signals that the script handles are written, too.
             elif signal.SIGTERM in os.read(pipe, 4096):
-                if is_told:
+                if is_told or self.at_once:
                     self._end("it was told twice")
                 self.is_noted = is_told = True
-                end = time.monotonic() + self._grace
+                self._end_at = time.monotonic() + self._grace
 
     def _end(self, why: str) -> NoReturn:
+        line = self.at_once or (
+            f"this process ends at once after SIGTERM, as {why}; what it has not saved is lost. "
+            f"Received: exit code {EXIT_CODE}"
+        )
         if not self.is_in_order:
-            logger.warning(
-                "this process ends at once after SIGTERM, as %s; what it has not saved is lost. "
-                "Received: exit code %d",
-                why,
-                EXIT_CODE,
-            )
+            saying = threading.Thread(target=logger.warning, args=("%s", line), daemon=True)
+            saying.start()
+            saying.join(_LINE_SECONDS)
         os._exit(EXIT_CODE)
 
 

@@ -17,7 +17,7 @@ from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.serving import control
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity, own_id
-from keras_psplus.log import logger
+from keras_psplus.log import warn_once
 
 # From a claim until the chief's own server must accept connections.
 _START_SECONDS = 30.0
@@ -113,7 +113,8 @@ class ServerLease:
         except ConnectionError:
             return False  # TensorFlow's own server.
         except TimeoutError as error:
-            logger.warning(
+            # Once: a worker that comes is asked again and again.
+            warn_once(
                 "%s cannot be reached on its control channel, %s, and can neither refuse another "
                 "chief nor tell this one's failure from its end. Open that port. Received: %s",
                 *(name, control_address(address), error),

@@ -2,7 +2,7 @@
 
 Schedulers send SIGTERM before they take a machine away: Slurm's preemption and time limits, the
 eviction of a pod, a spot machine's end. `fit` with a BackupAndRestore then
-saves and ends the process, so that the job resumes at that very step; without one, it ends, too.
+saves and ends the process, so that the job resumes at that very step; without one, it ends at once.
 
 Workers that train together have to save after the same batch. Say that worker 1 is told so in its
 batch s, and no worker takes more than n steps without the others (n is 1 but for `updates=`):
@@ -41,9 +41,9 @@ _SAVED = (
     "again. Received: exit code %d"
 )
 _NOT_SAVED = (
-    "%s was told to end (SIGTERM) and ends %s, with nothing saved: give `fit` the callback "
-    "keras.callbacks.BackupAndRestore(FOLDER), by which the job is saved there and resumes. "
-    "Received: exit code %d"
+    "{} was told to end (SIGTERM) and ends with nothing saved: give `fit` the callback "
+    "keras.callbacks.BackupAndRestore(FOLDER), by which a job is saved and resumes. "
+    "Received: exit code {}"
 )
 
 
@@ -75,7 +75,7 @@ class Preemption:
     def watch(
         self, progress: FitProgress, are_servers_told: Callable[[], bool] | None = None
     ) -> None:
-        """Notes SIGTERM from now on, in a `fit`.
+        """Notes SIGTERM from now on, if something of a `fit` can be saved; else ends by it.
 
         Args:
             are_servers_told: Function that asks whether a process that serves this one has got
@@ -83,7 +83,9 @@ class Preemption:
         """
         if not progress.can_end:
             return
-        SIGNAL.watch(progress.can_save)
+        SIGNAL.watch(self._at_once(progress))
+        if not progress.can_save:
+            return
         if are_servers_told is not None and self._server_thread is None:
             self._server_thread = threading.Thread(
                 target=self._watch, args=(are_servers_told,), daemon=True
@@ -101,8 +103,13 @@ class Preemption:
 
     def unwatch(self, outer: FitProgress) -> None:
         """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
-        if not outer.can_end:
+        if outer.can_end:
+            SIGNAL.at_once = self._at_once(outer)
+        else:
             SIGNAL.ignore()
+
+    def _at_once(self, progress: FitProgress) -> str | None:
+        return None if progress.can_save else _NOT_SAVED.format(self._name, EXIT_CODE)
 
     def check(
         self,
@@ -118,10 +125,9 @@ class Preemption:
             save: Function that saves it.
         """
         is_told = SIGNAL.is_noted or self._is_server_told
-        if progress.can_end and self.end_batch(_is_last(progress, callbacks), is_told):
-            if progress.can_save:
-                save()
-            self.end(progress.at, progress.can_save)
+        if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
+            save()
+            self.end(progress.at)
 
     def _listen(self, control: ControlPlane) -> None:
         # When the job is about to end, there is nothing to wait for.
@@ -151,25 +157,24 @@ class Preemption:
             # Another one was told before.
             return self._take(control, control.wait_for(_POST, "another", _WHAT))
         logger.info(
-            "%s is told to end (SIGTERM); all workers end after its batch %d", self._name, until
+            "%s is told to end (SIGTERM); all workers save after its batch %d", self._name, until
         )
         for name in control.names:
             if name != self._name:
                 control.wait_for(_confirmation(name), name, _WHAT)
         return until
 
-    def end(self, where: str, is_saved: bool) -> NoReturn:
-        """Ends this process, after the same batch as the others.
+    def end(self, where: str) -> NoReturn:
+        """Ends this process, as the job is saved.
 
         Args:
             where: The place in the training, for people.
-            is_saved: Whether the job is saved.
         """
         if self._control is not None:
             # The chief has written everything, and nobody's end is another one's failure.
             self._control.exchange(_WHAT, "")
         SIGNAL.is_in_order = True
-        logger.warning(_SAVED if is_saved else _NOT_SAVED, self._name, where, EXIT_CODE)
+        logger.warning(_SAVED, self._name, where, EXIT_CODE)
         sys.exit(EXIT_CODE)
 
 
