@@ -7,6 +7,7 @@ each case leaves is written to `<folder>/<case>.<task>.npz`.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import sys
@@ -458,6 +459,8 @@ def main(folder, cases):
         workers = int(os.environ["WORKERS"])
         mesh = psp.DeviceMesh((workers // model, model), ("batch", "model"))
         options = {"compression": "bf16"} if "COMPRESSION" in os.environ else {}
+        if "TOPOLOGY" in os.environ:
+            options["topology"] = json.loads(os.environ["TOPOLOGY"])
         strategy = psp.ModelParallelStrategy(layout_map=LAYOUTS, mesh=mesh, **options)
         task = strategy.task.name
     else:

@@ -55,6 +55,13 @@ def test_rows_divide_batches(alone, square, case):
     check(alone, square, case, TOLERANCE)
 
 
+@pytest.mark.cases("mlp/adamw")
+def test_groups_of_rows_equal_one_process(folder, alone):
+    env = {"WORKERS": "6", "TOPOLOGY": "[[0, 1, 2, 3], [4, 5]]"}
+    found = train_in_cluster(folder / "groups", 6, ["mlp/adamw"], JOB, env=env)
+    check(alone, found, "mlp/adamw", TOLERANCE)
+
+
 @pytest.mark.cases("grouped/sgd", "gpt2/sgd")
 def test_what_does_not_talk_to_other_workers_is_compiled(folder, alone):
     env, names = {"WORKERS": "2", "COMPILES": "1"}, ["grouped/sgd", "gpt2/sgd", "own_step"]
