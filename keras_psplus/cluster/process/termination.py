@@ -57,7 +57,9 @@ class _Signal:
         self._is_watched = self._is_for_forks = self._is_handled = False
         self._grace, self._end_at = math.inf, math.inf
         self._pipe: tuple[int, int] | None = None
-        # What a thread that forks had blocked before.
+        # The handler and the thread may both hear of what ends this process.
+        self._is_said = threading.Lock()
+        # Signals that a thread which forks had blocked before.
         self._blocked = threading.local()
 
     def watch(self, at_once: str | None = None) -> None:
@@ -142,10 +144,12 @@ class _Signal:
             f"this process ends at once after SIGTERM, as {why}; what it has not saved is lost. "
             f"Received: exit code {EXIT_CODE}"
         )
-        if not self.is_in_order:
+        if not self.is_in_order and self._is_said.acquire(blocking=False):
             saying = threading.Thread(target=logger.warning, args=("%s", line), daemon=True)
             saying.start()
             saying.join(_LINE_SECONDS)
+        elif not self.is_in_order:
+            time.sleep(_LINE_SECONDS)  # The other one ends it, once the line is written.
         os._exit(EXIT_CODE)
 
 
