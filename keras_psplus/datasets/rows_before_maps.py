@@ -165,6 +165,10 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
     stages.reverse()
     for stage in stages:
         if isinstance(stage, tuple(_CHOOSING)):
+            if _is_shuffle(elements) and not _is_shuffle(stage._input_dataset):
+                # TensorFlow would fuse the shuffle with a repeat that a map was between, and draws
+                # other seeds then where the whole is repeated once more.
+                elements = elements.prefetch(1)
             elements = _remake(stage, elements)
     row_stages = tuple(stage for stage in stages if not isinstance(stage, tuple(_CHOOSING)))
     summary = f"each worker maps only its own rows ({_count(maps)} before the batch"
@@ -180,6 +184,10 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
         dataset.element_spec,
         summary,
     )
+
+
+def _is_shuffle(dataset: tf.data.Dataset) -> bool:
+    return "Shuffle" in type(dataset).__name__
 
 
 def _line(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

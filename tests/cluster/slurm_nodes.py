@@ -40,7 +40,6 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=3
-RequeueExit=143
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 NodeName=n1 NodeHostname={host} NodeAddr={hosts[1]} Port=6818 CPUs=8

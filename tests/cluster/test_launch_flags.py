@@ -90,9 +90,9 @@ def test_flags_without_effect_are_named(said):
 
 def test_the_catalogue_reads_the_flags_itself(said):
     flags = {"strategy": "all_reduce", "compression": "int8"}
-    assert said(lookup.strategy, **flags)[1] == ""
-    assert said(lookup.strategy, strategy="all_reduce_int8")[1] == ""
-    assert said(lookup.strategy, strategy="hybrid", updates="accumulate:2")[1] == ""
+    assert said(lookup.strategy_from_env, **flags)[1] == ""
+    assert said(lookup.strategy_from_env, strategy="all_reduce_int8")[1] == ""
+    assert said(lookup.strategy_from_env, strategy="hybrid", updates="accumulate:2")[1] == ""
 
 
 def test_a_plan_is_of_what_the_script_makes(said):

@@ -152,10 +152,12 @@ def test_a_job_goes_on_with_another_number_of_tasks(slurm, loss, tmp_path):
 
 def test_a_preempted_job_is_requeued_and_goes_on_after_the_very_batch(slurm, loss, tmp_path):
     backup = str(tmp_path / "backup")
-    # Slurm puts a job that ends with 143 back into its queue; see RequeueExit in slurm_nodes.py.
     job, out = submit(slurm, "all_reduce.sbatch", backup, JOB_PAUSE="1")
     wait(slurm, job, out, lambda now, text: text.count("epoch 1 begins") == 4 or ended(now, text))
-    slurm.run("scancel", "--signal=TERM", f"{job}")
+    slurm.run("scancel", "--signal=TERM", job)
+    text = wait(slurm, job, out, ended)
+    assert " ExitCode=143:0" in slurm.run("scontrol", "show", "job", job), text
+    slurm.run("scontrol", "requeue", job)
     wait(slurm, job, out, lambda now, text: now == "PENDING")
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     text = wait(slurm, job, out, lambda now, text: ended(now, text) and losses(text))
