@@ -164,8 +164,9 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
         return "what its maps are given cannot be handed on"
     stages.reverse()
     for stage in stages:
+        below = stage._input_dataset
         if isinstance(stage, tuple(_CHOOSING)):
-            if _is_shuffle(elements) and not _is_shuffle(stage._input_dataset):
+            if _is_shuffle(elements) and not _is_shuffle(below):
                 # TensorFlow would fuse the shuffle with a repeat that a map was between, and draws
                 # other seeds then where the whole is repeated once more.
                 elements = elements.prefetch(1)
@@ -187,6 +188,7 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
 
 
 def _is_shuffle(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset shuffles what it is made of."""
     return "Shuffle" in type(dataset).__name__
 
 

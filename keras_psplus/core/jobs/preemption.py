@@ -75,7 +75,7 @@ class Preemption:
     def watch(
         self, progress: FitProgress, are_servers_told: Callable[[], bool] | None = None
     ) -> None:
-        """Notes SIGTERM from now on, if something of a `fit` can be saved; else ends by it.
+        """Notes SIGTERM in a `fit`, or ends by it if nothing can be saved.
 
         Args:
             are_servers_told: Function that asks whether a process that serves this one has got
