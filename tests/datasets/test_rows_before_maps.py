@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from keras_psplus.core.batch import batches
@@ -86,6 +86,11 @@ CHOOSING = {
 def test_batches_are_those_of_whole_ones(
     count, size, drops, world, pads, before, between, behind, is_unknown
 ):
+    # Also whole, it has no fixed order: the parallel map reads ahead of `take`, and begins another
+    # shuffle by that.
+    repeats = {"repeat", "for ever"}
+    assume(between != "take" or not {before, behind} <= repeats)
+
     def make():
         data = CHOOSING[before](rows(count).shuffle(7, seed=1)).map(doubled)
         if is_unknown:
