@@ -128,7 +128,7 @@ class Servers:
         if not is_claimed and is_expected:
             return
         address, own = self._lease.servers[name], serve.own_versions()
-        answer: object = "no answer"
+        answer = "no answer"
         if is_claimed:
             try:
                 theirs = control.ask(address, "versions", {})

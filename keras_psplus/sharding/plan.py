@@ -71,15 +71,11 @@ class OptimizerPlan:
             self.places = [Place()] * len(variables)
             return
         self.reason = _NOT_KNOWN
-        is_here = [not self._is_remote(v) for v in variables]
-        sizes = [
-            here * math.prod(v.shape) * tf.as_dtype(v.dtype).size
-            for here, v in zip(is_here, variables)
-        ]
-        self.places = [
-            Place(owner=owner) if here else Place()
-            for here, owner in zip(is_here, _balanced(sizes, workers))
-        ]
+        here = [number for number, v in enumerate(variables) if not self._is_remote(v)]
+        own = [variables[number] for number in here]
+        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in own]
+        owners = dict(zip(here, _balanced(sizes, workers)))
+        self.places = [Place(owner=owners.get(number)) for number in range(len(variables))]
 
     def _is_remote(self, variable: keras.Variable) -> bool:
         """Whether other tasks keep a variable."""

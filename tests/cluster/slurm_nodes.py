@@ -129,33 +129,31 @@ class Slurm:
 
     def run(self, *command, check=True, timeout=60, **env):
         """Runs a command of Slurm, and returns its output."""
-        process = self.start(*command, stdout=subprocess.PIPE, **env)
-        try:
-            said, _ = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-        if check and process.returncode:
+        ran = subprocess.run(
+            self._inside(*command), stdout=subprocess.PIPE, timeout=timeout, **self._given(env)
+        )
+        if check and ran.returncode:
             logs = "\n".join(
                 f"--- {path.name}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log")
             )
             raise AssertionError(
-                f"{command} ended with {process.returncode}:\n{said[-20000:]}\n{logs}"
+                f"{command} ended with {ran.returncode}:\n{ran.stdout[-20000:]}\n{logs}"
             )
-        return said
+        return ran.stdout
 
     def start(self, *command, stdout, **env):
         """Starts a command of Slurm, which ends with the cluster at the latest."""
-        process = subprocess.Popen(
-            self._inside(*command),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**self._lab.environment(os.environ), **env},
-            cwd=self.folder,
-        )
+        process = subprocess.Popen(self._inside(*command), stdout=stdout, **self._given(env))
         self._started.append(process)
         return process
+
+    def _given(self, env):
+        return {
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "env": {**self._lab.environment(os.environ), **env},
+            "cwd": self.folder,
+        }
 
     def _inside(self, *command, rank=0):
         mount = f"--mount=/proc/{self._started[0].pid}/ns/mnt"

@@ -49,7 +49,7 @@ class Control:
 class Fit:
     """A `fit` that can be saved."""
 
-    can_end = can_save = True
+    is_under_way = can_save = True
 
 
 def saved_after(workers, told, alone, seed):
@@ -131,8 +131,8 @@ def test_a_fit_that_is_told_to_end_has_saved(monkeypatch, caplog, tmp_path):
 def test_a_fit_without_a_backup_ends_at_once_but_inside_of_one_that_has_it(monkeypatch):
     signals = termination._Signal()
     monkeypatch.setattr(preemption, "SIGNAL", signals)
-    without = types.SimpleNamespace(can_end=True, can_save=False)
-    none = types.SimpleNamespace(can_end=False, can_save=False)
+    without = types.SimpleNamespace(is_under_way=True, can_save=False)
+    none = types.SimpleNamespace(is_under_way=False, can_save=False)
     one = preemption.Preemption(None, "worker-1")
     said = []
     try:

@@ -6,6 +6,11 @@ from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.busy import LINK, WAIT, WORK, Span, intervals, work_and_links
 
 
+def seconds(stages):
+    """Seconds of work and of links of each stage, of its spans."""
+    return work_and_links(intervals(stages))
+
+
 def run(forward, backward, flight=0.0, clocks=(0.0, 0.0, 0.0), microbatches=4, loss=0.0):
     """Spans of a step in which each stage is as fast as it can be."""
     count = len(forward)
@@ -38,29 +43,29 @@ def run(forward, backward, flight=0.0, clocks=(0.0, 0.0, 0.0), microbatches=4, l
 
 def test_work_is_that_of_each_stage_whatever_it_waits_for():
     for microbatches in (1, 4, 8):
-        found = work_and_links(run([1, 3, 1], [2, 6, 2], 0.0, microbatches=microbatches))
+        found = seconds(run([1, 3, 1], [2, 6, 2], 0.0, microbatches=microbatches))
         for (work, link), each in zip(found, (3, 9, 3)):
             assert work == pytest.approx(each * microbatches) and link == 0
 
 
 def test_time_for_the_loss_is_work_of_the_last_stage():
-    (first, _), (last, _) = work_and_links(run([1, 1], [1, 1], loss=2.0))
+    (first, _), (last, _) = seconds(run([1, 1], [1, 1], loss=2.0))
     assert first == pytest.approx(8) and last == pytest.approx(16)
 
 
 def test_a_flight_counts_as_far_as_a_stage_has_nothing_to_do():
-    found = work_and_links(run([1, 1], [1, 1], flight=3.0))
+    found = seconds(run([1, 1], [1, 1], flight=3.0))
     assert all(work == pytest.approx(8) for work, _ in found)
     assert [link for _, link in found] == pytest.approx([7, 3])
     # A stage that works all the time waits for nothing.
-    (_, link), _ = work_and_links(run([9, 1], [9, 1], flight=1.0, microbatches=8))
+    (_, link), _ = seconds(run([9, 1], [9, 1], flight=1.0, microbatches=8))
     assert link == 0
 
 
 @pytest.mark.parametrize("ahead", [50.0, -50.0])
 def test_clocks_of_machines_may_differ(ahead):
-    plain = work_and_links(run([1, 2, 1], [2, 4, 2], flight=0.5))
-    other = work_and_links(run([1, 2, 1], [2, 4, 2], flight=0.5, clocks=(0.0, ahead, 3 * ahead)))
+    plain = seconds(run([1, 2, 1], [2, 4, 2], flight=0.5))
+    other = seconds(run([1, 2, 1], [2, 4, 2], flight=0.5, clocks=(0.0, ahead, 3 * ahead)))
     for found, expected in zip(other, plain):
         assert found == pytest.approx(expected)
 
@@ -71,8 +76,8 @@ def test_spans_of_one_stage_that_overlap_count_once():
         Span(("forward", 0), 1.0, 3.0, 3.0),
         Span(("forward", 1), 0.0, 5.0, 5.0, frozenset({("forward", 0)})),
     ]
-    assert work_and_links([spans]) == [(5.0, 0.0)]
-    assert work_and_links([[]]) == [(0.0, 0.0)]
+    assert seconds([spans]) == [(5.0, 0.0)]
+    assert seconds([[]]) == [(0.0, 0.0)]
 
 
 def test_intervals_are_of_one_clock_and_without_a_gap():

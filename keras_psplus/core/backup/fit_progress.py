@@ -247,14 +247,14 @@ class FitProgress:
         return f"after batch {self.batch} of epoch {self.epoch + 1}"
 
     @property
-    def can_end(self) -> bool:
-        """Whether a `fit` that may end after any batch is under way."""
+    def is_under_way(self) -> bool:
+        """Whether a `fit` is under way that is not passed over."""
         return self.is_saving and self._callbacks is not None
 
     @property
     def can_save(self) -> bool:
         """Whether something of `fit` can be saved at any batch."""
-        return self.can_end and bool(self.backups)
+        return self.is_saving and bool(self.backups)
 
     @property
     def backups(self) -> list[keras.callbacks.BackupAndRestore]:

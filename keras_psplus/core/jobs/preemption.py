@@ -81,7 +81,7 @@ class Preemption:
             are_servers_told: Function that asks whether a process that serves this one has got
                 SIGTERM; a thread calls it now and then.
         """
-        if not progress.can_end:
+        if not progress.is_under_way:
             return
         SIGNAL.watch(self._at_once(progress))
         if not progress.can_save:
@@ -103,7 +103,7 @@ class Preemption:
 
     def unwatch(self, outer: FitProgress) -> None:
         """Has SIGTERM end this process again after a `fit`, unless there is one around it."""
-        if outer.can_end:
+        if outer.is_under_way:
             SIGNAL.at_once = self._at_once(outer)
         else:
             SIGNAL.ignore()

@@ -50,11 +50,11 @@ class Interval(NamedTuple):
     ended: float
 
 
-def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
-    """Computes each stage's seconds of work, and of waiting for what was on its way.
+def work_and_links(stages: Sequence[Sequence[Interval]]) -> list[tuple[float, float]]:
+    """Adds up seconds of work, and of waiting for links, by stage.
 
     Args:
-        stages: For each stage of a pipeline, its spans in a step.
+        stages: What `intervals` returns.
 
     Example:
 
@@ -62,12 +62,13 @@ def work_and_links(stages: Sequence[Sequence[Span]]) -> list[tuple[float, float]
     first = Span(("forward", 0), arrived=0.0, sent=1.0, ended=1.0)
     then = Span(("forward", 0), arrived=3.0, sent=4.0, ended=4.0)
     last = Span(("forward", 1), arrived=6.5, sent=7.0, ended=7.0)
-    work_and_links([[first, first._replace(action=("forward", 1), sent=5.0)], [then, last]])[1]
+    stages = [[first, first._replace(action=("forward", 1), sent=5.0)], [then, last]]
+    work_and_links(intervals(stages))[1]
     # (1.5, 1.5): between 4 and 6.5 s, the second micro-batch was on its way from 5 s on
     ```
     """
     found = []
-    for each in intervals(stages):
+    for each in stages:
         seconds = {kind: 0.0 for kind in (WORK, LINK, WAIT)}
         for one in each:
             seconds[one.kind] += one.ended - one.began
@@ -79,7 +80,7 @@ def intervals(stages: Sequence[Sequence[Span]]) -> list[list[Interval]]:
     """Computes what each stage does, from its first action to its last.
 
     Args:
-        stages: As for `work_and_links`.
+        stages: For each stage of a pipeline, its spans in a step.
     """
     sent = [_latest(spans, "sent") for spans in stages]
     clocks = _clocks(stages, sent)

@@ -107,18 +107,18 @@ class StageTimes:
         spans, count = self._clocks[int(number)].spans(read), len(self._stages.devices)
         with self._lock:
             for first in range(0, len(spans), count):
-                found = busy.work_and_links(spans[first : first + count])
-                self._record(first, spans[first : first + count])
-                for worker, (work, link) in enumerate(found, first):
+                stages = busy.intervals(spans[first : first + count])
+                self._record(first, stages)
+                for worker, (work, link) in enumerate(busy.work_and_links(stages), first):
                     steps, *before = self._of_workers.get(worker, (0, 0.0, 0.0))
                     self._of_workers[worker] = steps + 1, before[0] + work, before[1] + link
 
-    def _record(self, first: int, stages: list[list[busy.Span]]) -> None:
+    def _record(self, first: int, stages: list[list[busy.Interval]]) -> None:
         """Adds what the stages of a pipeline have done in a step to the trace."""
         names = [task_name("worker", first + stage) for stage in range(len(stages))]
         if self._recorder is None or not self._recorder.wants(names[0]):
             return
-        for name, own in zip(names, busy.intervals(stages)):
+        for name, own in zip(names, stages):
             self._recorder.add(name, [_traced(one) for one in own])
 
 
