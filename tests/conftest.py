@@ -70,7 +70,10 @@ _FAILED_SETUPS = collections.Counter()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(*names): what a test looks at; see selection.py")
-    config.addinivalue_line("markers", "extended: what `make test` leaves out; see extended.py")
+    config.addinivalue_line(
+        "markers", "extended: what `make test` leaves out; see support/tiers.py"
+    )
+    config.addinivalue_line("markers", "processes: not in `make test-fast`; see there")
 
 
 @pytest.fixture(scope="module", autouse=True)

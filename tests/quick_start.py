@@ -31,3 +31,7 @@ _state.gc = _NoCollector
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 gc.enable()
+
+from tests.support import measure  # noqa: E402
+
+measure.count_traces()

@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from tests.results import load
+from tests.support.results import load
 
 pytest_plugins = "pytester"
 

@@ -13,8 +13,8 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 JOB = pathlib.Path(__file__).with_name("own_steps_job.py")
 CASES = re.findall(r"^@case\nclass (\w+)\(", JOB.read_text(), re.MULTILINE)

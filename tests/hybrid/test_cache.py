@@ -21,8 +21,8 @@ from tests.hybrid.cache_job import BATCH, CASES, DIM, EPOCHS, STALENESS, data
 from tests.hybrid.reference import run_beside_reference
 from tests.hybrid.test_faults import cluster
 from tests.parameter_server.waiting import wait_for
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 pytestmark = pytest.mark.timeout(1500)
 

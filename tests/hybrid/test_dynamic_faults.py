@@ -15,7 +15,7 @@ from tests.hybrid.dynamic_fault_job import EPOCHS
 from tests.hybrid.dynamic_job import BATCH, DIM, data
 from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.parameter_server.waiting import wait_for
-from tests.results import load
+from tests.support.results import load
 
 JOB = pathlib.Path(__file__).with_name("dynamic_fault_job.py")
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.hybrid.training_job import CASES
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 SOURCE = pathlib.Path(__file__).with_name("behaviours.py")
 BEHAVIOURS = re.findall(r"^@behaviour\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)

@@ -12,8 +12,8 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
-from tests.results import assert_close, load
 from tests.selection import cases
+from tests.support.results import assert_close, load
 
 # The first test of a kind runs the selected cases of it, beside other files on the same cores.
 pytestmark = pytest.mark.timeout(1500)

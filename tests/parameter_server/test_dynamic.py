@@ -16,8 +16,8 @@ from tests.hybrid import dynamic_job
 from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.parameter_server.dynamic_job import by_hand, data
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 STEPS = 300
 

@@ -17,7 +17,7 @@ from keras_psplus.parameter_server.sync.sync_steps import split
 from tests.multi_process import fit_cases
 from tests.parameter_server.sync_job import by_hand
 from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
-from tests.results import assert_close, load
+from tests.support.results import assert_close, load
 
 HERE = pathlib.Path(__file__).parent
 JOB = HERE / "sync_job.py"

@@ -8,8 +8,8 @@ import pytest
 from keras_psplus.cluster.testing import run_in_processes
 from tests import references
 from tests.multi_process import fit_cases
-from tests.results import assert_close, load
 from tests.selection import cases
+from tests.support.results import assert_close, load
 
 JOB = pathlib.Path(__file__).with_name("sync_overlap_job.py")
 # What an update may need beside its own variable's gradient, and all kinds of variables.

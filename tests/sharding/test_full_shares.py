@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.results import assert_close, load
 from tests.selection import cases
 from tests.sharding.full_job import MODELS
 from tests.sharding.test_shares import (
@@ -19,6 +18,7 @@ from tests.sharding.test_shares import (
     train_alone,
     train_in_cluster,
 )
+from tests.support.results import assert_close, load
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -7,10 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.results import load
 from tests.selection import cases
 from tests.sharding.options_job import ACCUMULATED
 from tests.sharding.test_shares import check, train_alone, train_in_cluster
+from tests.support.results import load
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -13,9 +13,9 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
-from tests.results import assert_close, load
 from tests.selection import cases
 from tests.sharding.shares_job import OPTIMIZERS
+from tests.support.results import assert_close, load
 
 pytestmark = pytest.mark.timeout(1500)
 

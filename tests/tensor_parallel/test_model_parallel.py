@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from tests.results import assert_close, load
 from tests.selection import cases
 from tests.sharding.test_shares import check, train_alone, train_in_cluster
+from tests.support.results import assert_close, load
 from tests.tensor_parallel import cut_job
 
 pytestmark = pytest.mark.timeout(1500)

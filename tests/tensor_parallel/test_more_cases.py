@@ -5,13 +5,13 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.results import load
 from tests.sharding.test_shares import (
     check_resumed,
     lose_a_worker,
     train_alone,
     train_in_cluster,
 )
+from tests.support.results import load
 from tests.tensor_parallel.test_model_parallel import JOB, TOLERANCE, check
 
 pytestmark = pytest.mark.timeout(1500)

@@ -7,8 +7,8 @@ import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
 from tests.all_reduce.test_updates import trained_on_larger_batches
-from tests.results import load
 from tests.selection import cases
+from tests.support.results import load
 
 JOB = pathlib.Path(__file__).with_name("updates_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
