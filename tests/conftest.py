@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 
 import hypothesis
 import pytest
@@ -99,6 +100,15 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    from tests.support import cluster
+
+    problems = cluster.end_all()
+    if problems:
+        print("\n".join(["", "Clusters that did not end well:", *problems]), file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Tests of many small cases that are one item for pytest, whose collection costs each process time."""
+"""Tests of many small cases that are one item for pytest, whose collection costs time."""
 
 import functools
 import inspect

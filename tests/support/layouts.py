@@ -1,0 +1,92 @@
+"""Clusters in which tests run cases: their tasks, and the strategy that each task makes.
+
+Imported by the tasks, of which the one of `plain` must not import the library.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+# Idle tasks ask each other for signs of life, and machines that run tests are busy.
+_PATIENT = {"heartbeat_timeout": 120}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tasks of a cluster, and how each of them makes its strategy.
+
+    Attributes:
+        make: Makes the strategy, or None for plain Keras. In tasks that serve, it does not return.
+        workers: Number of workers; none is one process without a cluster.
+        ps: Number of parameter servers.
+        chief: Whether a chief runs the cases, rather than all workers.
+    """
+
+    make: Callable[[], Any]
+    workers: int = 0
+    ps: int = 0
+    chief: bool = False
+
+    @property
+    def tasks(self):
+        """Names of the tasks that run cases."""
+        if self.chief or not self.workers:
+            return ["chief-0"] if self.chief else ["process"]
+        return [f"worker-{index}" for index in range(self.workers)]
+
+
+def _plain():
+    from tests import references
+
+    references.build_first()
+
+
+def _makes(name, devices=None, **options):
+    """Makes a strategy of the library, in a process with a number of logical devices."""
+
+    def make():
+        import keras_psplus as psp
+        from keras_psplus.cluster.in_process import logical_devices
+
+        if devices:
+            logical_devices(devices)
+        return getattr(psp, name)(**options)
+
+    return make
+
+
+def _servers_in_process(workers, **options):
+    """Parameter servers and workers that are threads of one process, the chief."""
+
+    def make():
+        import keras_psplus as psp
+        from keras_psplus.cluster.in_process import InProcessCluster
+
+        cluster = InProcessCluster(workers=workers, ps=2)
+        cluster.start()
+        return psp.ParameterServerStrategy(cluster.cluster_resolver, **options)
+
+    return make
+
+
+_all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIENT)
+_served = functools.partial(Layout, workers=2, ps=2)
+LAYOUTS = {
+    "plain": Layout(_plain),
+    # Two replicas, or two stages, in one process.
+    "devices2": Layout(_makes("MultiWorkerMirroredStrategy", devices=2)),
+    "stages2": Layout(_makes("PipelineStrategy", devices=2, microbatches=3)),
+    "ar2": Layout(_all_reduce(), workers=2),
+    "ar3": Layout(_all_reduce(), workers=3),
+    "ar4": Layout(_all_reduce(), workers=4),
+    "opt2": Layout(_all_reduce(shard="optimizer"), workers=2),
+    "all2": Layout(_all_reduce(shard="all"), workers=2),
+    "tp2": Layout(_makes("ModelParallelStrategy", **_PATIENT), workers=2),
+    "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
+    "hybrid22": _served(_makes("HybridStrategy", min_table_bytes=0, **_PATIENT)),
+    "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
+    # One asynchronous worker does what one process does.
+    "async_threads": Layout(_servers_in_process(1)),
+    "sync_threads": Layout(_servers_in_process(2, mode="sync")),
+}
