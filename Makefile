@@ -3,11 +3,13 @@
 #   make demo    train the digits in one process, then on two local clusters, and compare; with
 #                all that TensorFlow says of itself: make demo DEMO=--verbose
 #   make test    the test suite
-#   make test-all       the same, with the further combinations of tests/extended.py
+#   make test-all       the same, with the further combinations, long faults and campaigns
 #   make test-fast      the tests of parts, and a short run of every strategy
 #   make test-versions  every strategy and every hook, under all supported versions that are found;
 #                flags: make test-versions VERSIONS="--only '*nightly'"
-#   make coverage       lines that the fast tests execute, in all of their processes
+#   make coverage       lines that `make test` executes, in all processes; make coverage-all: and
+#                `make test-all`, and how many of these `make test` executes
+#   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
@@ -21,15 +23,13 @@ BIN := $(VENV)/bin
 BENCH ?=
 DEMO ?=
 VERSIONS ?=
-# What needs no cluster, or a short one.
-FAST := tests/smoke tests/gpu tests/engine tests/keras_hooks tests/core tests/compression tests/updates \
-	tests/native tests/chaos tests/test_arguments.py tests/test_layers.py tests/test_log.py \
-	tests/datasets tests/files tests/test_versions.py tests/test_project.py tests/test_structure.py tests/test_errors.py
+# Tests choose their tier themselves: tests/support/tiers.py.
+TESTED := not extended
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-versions coverage structure wheel bench docs lint clean
+.PHONY: help demo test test-all test-rest test-fast test-versions measure coverage coverage-all structure wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,26 +54,43 @@ $(VENV)/stamp-library: $(VENV)/stamp-venv $(PACKAGING)
 demo: $(VENV)/stamp-library
 	@$(BIN)/python examples/demo.py $(DEMO)
 
-TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-	  --reruns 1 --rerun-show-tracebacks --rerun-except "did not end within"
+TEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/stamp-test
-	$(TEST) -m "not extended"
+	$(TEST) -m "$(TESTED)"
 
 test-all: $(VENV)/stamp-test
 	$(TEST)
 
+# What `make test` leaves out.
+test-rest: $(VENV)/stamp-test
+	$(TEST) -m "not ($(TESTED))"
+
 test-fast: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST)
+	$(TEST) -m "$(TESTED) and not processes"
+
+measure: $(VENV)/stamp-test
+	rm -rf .measure
+	$(TEST) -m "$(TESTED)" -p tests.support.measure --measure=.measure
+	$(BIN)/python tests/support/measure.py .measure
 
 test-versions:
 	$(PYTHON) tests/versions/run.py $(VERSIONS)
 
+COVERED = $(BIN)/coverage run -m $(subst $(BIN)/python -m ,,$(TEST))
+
 coverage: $(VENV)/stamp-test
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n 3 --dist loadfile $(FAST)
+	$(COVERED) -m "$(TESTED)"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+coverage-all: coverage
+	mv .coverage .coverage-of-test
+	-$(COVERED) -m "not ($(TESTED))"
+	cp .coverage-of-test .coverage.of-test
+	$(BIN)/coverage combine --quiet
+	$(BIN)/python tests/support/share_covered.py .coverage-of-test .coverage
 
 structure:
 	@$(PYTHON) tests/structure.py
@@ -96,5 +113,5 @@ lint: $(VENV)/stamp-test
 	  benchmarks tests
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

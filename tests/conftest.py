@@ -123,4 +123,6 @@ def pytest_runtest_makereport(item, call):
     if report.when == "setup" and report.failed:
         # A job that all tests of a module look at takes minutes, and would be run for each again.
         _FAILED_SETUPS[item.path] += 1
+    if report.failed:
+        report.sections.append(("this test alone", f"python -m pytest '{item.nodeid}'"))
     return report

@@ -1,6 +1,6 @@
 """Runs the core set of the tests under each supported pair of Python, Keras and TensorFlow.
 
-    python tests/versions/run.py [--only PATTERN] [--folder FOLDER]
+    python tests/versions/run.py [--only PATTERN | --ends] [--folder FOLDER]
 
 makes an environment for each pair in the folder, installs what is missing there, and prints a line
 for each pair at the end. The core set: every strategy equals one process, and every hook fires.
@@ -32,10 +32,12 @@ TESTS = ("tests/smoke", "tests/keras_hooks")
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", help="pattern of names, such as '*nightly*'")
+    parser.add_argument("--ends", action="store_true", help="the oldest, and the newest Python")
     parser.add_argument("--folder", default=ROOT / ".venv-versions", type=pathlib.Path)
     args = parser.parse_args()
     results = {}
-    for python, keras, tensorflow in PAIRS:
+    pairs = ends() if args.ends else PAIRS
+    for python, keras, tensorflow in pairs:
         name = "-".join(("python" + python, keras, tensorflow)).replace("==", "").replace(".*", "")
         if fnmatch.fnmatch(name, args.only):
             start = time.monotonic()
@@ -44,6 +46,12 @@ def main():
             print(f"{name}: {results[name]}", flush=True)
     print("\n" + "\n".join(f"{name:<45} {result}" for name, result in results.items()))
     return 0 if results and all(r.startswith("passed") for r in results.values()) else 1
+
+
+def ends():
+    """The first pair, and the last one of released versions whose Python is found."""
+    released = [pair for pair in PAIRS if "nightly" not in pair[1] and find(f"python{pair[0]}")]
+    return dict.fromkeys([PAIRS[0], max(released, key=lambda pair: int(pair[0].split(".")[1]))])
 
 
 def run(folder, python, keras, tensorflow):
