@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import random
 import sys
 import types
 import typing
@@ -48,10 +49,13 @@ def _load() -> None:
 
     versions.check_versions()
     _is_loading = True
+    # Libraries that are imported below draw numbers, which a script that has set a seed relies on.
+    drawn = random.getstate()
     try:
         _prepare(versions)
     finally:
         _is_loading = False
+        random.setstate(drawn)
 
 
 def _prepare(versions: types.ModuleType) -> None:

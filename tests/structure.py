@@ -10,7 +10,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_psplus"
 MODULES_PER_FOLDER = 12
-LINES_PER_FILE = 350
+LINES_PER_FILE = 700
 
 
 def modules():

@@ -18,6 +18,7 @@ from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch, row_gradie
 from keras_psplus.hybrid.tables.embeddings import table_of
 from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once, logger
+from keras_psplus.tables.rows.row_optimizer import weight_decay_of
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -166,8 +167,7 @@ class TableEngine(_Replicas):
         for variable in call.get("variables"):
             table = table_of(variable)
             if table is not None:
-                decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
-                decay = optimizer.weight_decay if decays else None
+                decay = weight_decay_of(optimizer, variable)
                 # Servers are told its numbers, also where a step that is traced builds it.
                 assert self._context is not None
                 with tf.init_scope():

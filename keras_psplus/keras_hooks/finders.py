@@ -6,6 +6,7 @@ argument of the function that is called: `Hook.by` says which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -92,6 +93,11 @@ def of_layer_call(_: Any = None) -> Engine | None:
 
 def _in_replica() -> bool:
     return of_scope() is not None and not tf.distribute.in_cross_replica_context()
+
+
+def of_variables(variables: Sequence[Any] | None) -> Engine | None:
+    """Engine of the strategy of the first of some Keras variables."""
+    return of_variable(next(iter(variables or ()), None))
 
 
 def of_variable(variable: Any) -> Engine | None:

@@ -5,7 +5,7 @@ would do. The order is written down in `core/gradient_path.py`.
 """
 
 from keras_psplus.core import gradient_path
-from keras_psplus.keras_hooks.finders import of_applied, of_optimizer
+from keras_psplus.keras_hooks.finders import of_applied, of_optimizer, of_variables
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
     base_optimizer,
@@ -26,6 +26,15 @@ HOOKS = (
         gradient_path.build_optimizer,
         "the servers of a table learn which optimizer updates it",
         call="build_optimizer",
+    ),
+    Hook(
+        _BASE,
+        "exclude_from_weight_decay",
+        ["self", "var_list", "var_names"],
+        of_variables,
+        "read",
+        "it keeps the keys of variables, which those of a stage have once they are made",
+        by=1,
     ),
     Hook(
         _TF,

@@ -172,6 +172,12 @@ class PipelineEngine(DistributedEngine):
         self._settle_for(call.owner)
         return call.proceed()
 
+    @answers("exclude_from_weight_decay")
+    def _exclude_from_weight_decay(self, call: Call) -> Any:
+        for variable in call.get("var_list") or ():
+            self.context.variables.ensure(variable)
+        return call.proceed()
+
     @answers("next_seed")
     def _next_seed(self, call: Call) -> tf.Tensor:
         step = PipelineStep.current()

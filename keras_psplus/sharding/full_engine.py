@@ -24,9 +24,12 @@ from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
 if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
+
     from keras_psplus.core.graph.compiled_function import CompiledFunction
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
+    from keras_psplus.sharding.plan import OptimizerPlan
 
 
 class FullyShardedEngine(ShardedEngine):
@@ -56,6 +59,22 @@ class FullyShardedEngine(ShardedEngine):
 
     def is_cut(self, operation: Any) -> bool:
         return isinstance(operation, keras.Layer) and not is_unit(operation)
+
+    def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
+        weights = {id(variable) for variable in optimizer._trainable_variables}
+        for variable in optimizer.variables:
+            # An update reads the whole of it, whatever it is of.
+            if isinstance(variable._value, WeightShare) and id(variable) not in weights:
+                self._make_whole(variable)
+        return super()._make_plan(optimizer)
+
+    def _make_whole(self, variable: keras.Variable) -> None:
+        """Gives every worker the whole of a variable that was cut as a weight."""
+        share = variable._value
+        with tf.init_scope(), self.strategy.scope():
+            variable._value = tf.Variable(
+                share.value(), trainable=variable.trainable, name=share.name.removesuffix(":0")
+            )
 
     # Variables.
 
@@ -144,7 +163,7 @@ class FullyShardedEngine(ShardedEngine):
 
     def _spread_wholes(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: Optimizer,
         variables: Variables,
         places: Sequence[Place],
         targets: list[Any],

@@ -234,7 +234,8 @@ class TensorVariable(WrittenVariable):
     def __init__(self, value: tf.Tensor, mirrored: tf.Variable) -> None:
         self._now = value
         # By its id an optimizer finds slots, and by its name what weight decay leaves out.
-        super().__init__(True, value.shape, mirrored.dtype, mirrored._unique_id, mirrored.name)
+        name = mirrored.name.removesuffix(":0")  # TensorFlow adds it again.
+        super().__init__(True, value.shape, mirrored.dtype, mirrored._unique_id, name)
 
     @property
     def handle(self) -> tf.Tensor:

@@ -37,7 +37,7 @@ class PartOfWeight(ShareVariable):
             store,
             tuple(variable._shape),
             dtype,
-            variable.name,
+            variable.path,
             lambda: place,
             lambda place, shape: tf.zeros(shape, dtype),
             trainable=True,

@@ -15,7 +15,12 @@ from keras_psplus.engine import Engine
 from keras_psplus.tables import changes, files
 from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.row_variable import Checkpointed, KeyedVariable, is_keyed, with_gradient
-from keras_psplus.tables.rows.row_optimizer import check_elementwise, config_of, scalars_of
+from keras_psplus.tables.rows.row_optimizer import (
+    check_elementwise,
+    config_of,
+    scalars_of,
+    weight_decay_of,
+)
 from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks
 from keras_psplus.tables.store import RowStore
 from keras_psplus.tf_internals import resource_variable_ops
@@ -278,9 +283,7 @@ def build(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
     """
     check_names(variables)
     for variable in in_memory(variables):
-        decays = optimizer.weight_decay and optimizer._use_weight_decay(variable)
-        decay = optimizer.weight_decay if decays else None
-        variable._value.set_optimizer(optimizer, decay)
+        variable._value.set_optimizer(optimizer, weight_decay_of(optimizer, variable))
 
 
 def check_names(variables: Any) -> None:

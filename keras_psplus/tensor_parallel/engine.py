@@ -86,7 +86,10 @@ class ModelParallelEngine(ShardedEngine):
         variable, value = call.owner, call.get("value")
         axis = None
         if variable.trainable and not isinstance(value, tf.Variable):
-            axis = self.strategy.layouts.axis_of(variable.path, variable._shape)
+            shape = variable._shape
+            if shape is None:  # Keras takes it from the value, later.
+                shape = tuple(tf.convert_to_tensor(value).shape)
+            axis = self.strategy.layouts.axis_of(variable.path, shape)
         if axis is None:
             return super()._initialize(call)
         extended = self.strategy.extended

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import pathlib
+import random
 import sys
 import tempfile
 
@@ -138,7 +139,11 @@ def watching(hooks):
 
 def servers():
     """A worker and a server in this process, with what a job of several processes has besides."""
+    drawn = random.getstate()
     import keras_psplus
+
+    keras_psplus._load()
+    assert random.getstate() == drawn, "The import has drawn numbers that a script's seed is for."
     from keras_psplus.cluster.in_process import InProcessCluster
     from keras_psplus.keras_hooks import HOOKS
     from keras_psplus.parameter_server.transport.pulls import PulledVariable
@@ -246,6 +251,7 @@ def train():
             inner.iterations.assign_add(1)
             inner.iterations.assign_sub(1)
             keras.ops.take(model.embed.embeddings, [0], axis=0)
+            keras.optimizers.AdamW().exclude_from_weight_decay([model.embed.embeddings])
     import keras_rs
 
     with strategy.scope():

@@ -85,7 +85,7 @@ def make(
     """Makes the table of a Keras variable on the servers; `lookup` is its `TableVariable`'s."""
     config = _serialized(initializer)
     table = tables.make(decision.path, (decision.rows, decision.dim), config, cache)
-    variable._value = TableVariable(table, variable.name, variable.trainable, tables, lookup)
+    variable._value = TableVariable(table, variable.path, variable.trainable, tables, lookup)
     if config is None:
         variable._value.assign(initializer(variable._shape, dtype=variable._dtype))
     _give_to_servers(variable)

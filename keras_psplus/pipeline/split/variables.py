@@ -64,9 +64,11 @@ class Variables:
             self._make(variable, initializer, number, device)
         elif isinstance(variable._value, tf.Variable) and variable._value.device != device:
             old = variable._value
-            with making_on(self._strategy(), device):
+            with making_on(self._strategy(), device), tf.name_scope(""):
                 variable._value = tf.Variable(
-                    _on(device, old.read_value), trainable=old.trainable, name=variable.name
+                    _on(device, old.read_value),
+                    trainable=old.trainable,
+                    name=old.name.removesuffix(":0"),
                 )
             # Optimizers know a variable by this.
             variable._value._unique_id = old._unique_id
@@ -110,8 +112,10 @@ class Variables:
         device, trainable = device or self._stages.devices[number], variable._trainable
         # It may be frozen before it is made, and thawed after.
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
+        # By its name, an optimizer may leave it out of weight decay: it is that of one process.
+        scope, slash, _ = variable.path.rpartition("/")
         try:
-            with making_on(self._strategy(), device):
+            with making_on(self._strategy(), device), tf.name_scope(scope + slash):
                 variable._initialize(
                     _on(device, lambda: initializer(variable._shape, dtype=variable._dtype))
                 )

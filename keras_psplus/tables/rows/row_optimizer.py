@@ -228,6 +228,15 @@ def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return [v for v in optimizer.variables if tuple(v.shape) == () and id(v) not in own]
 
 
+def weight_decay_of(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> float | None:
+    """Rate at which an optimizer lets a table's rows decay, or None."""
+    # Patterns are matched with the name that TensorFlow has for it, as in Keras's own updates.
+    decays = optimizer.weight_decay and optimizer._use_weight_decay(variable._value)
+    return optimizer.weight_decay if decays else None
+
+
 def config_of(
     optimizer: keras.optimizers.Optimizer,
     weight_decay: float | None,
