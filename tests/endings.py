@@ -1,20 +1,19 @@
 """Waiting for processes that are not one's own children to be gone."""
 
-import os
-import time
+import pathlib
+
+from tests.support.jobs import wait_for
 
 
 def wait_for_end(pid, seconds=20):
     """Waits until there is no such process; fails after some seconds."""
-    deadline = time.monotonic() + seconds
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
+    wait_for(lambda: not _runs(pid), seconds, f"the end of process {pid}")
 
 
 def _runs(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    # A zombie that nobody has reaped yet has ended.
+    return stat.rpartition(")")[2].split()[0] != "Z"

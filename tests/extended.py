@@ -210,42 +210,7 @@ TESTS = {
     ],
     "parameter_server/test_elastic.py": ["test_a_second_srun_joins"],
     "parameter_server/test_placement.py": ["test_training_with_cut_variables_in_processes"],
-    "hybrid/test_training.py": [
-        *("*[adagrad]", "*[clipnorm]", "*[again]", "*[mixed_precision]", "*[of_rows]"),
-        "*[global_clipnorm]",
-    ],
     "tensor_parallel/test_updates.py": ["*[optimizers]", "*[flush]", "*[loss_scale]"],
-    "hybrid/test_shards.py": [
-        *("*[clipnorm]", "*[global_clipnorm]", "*[own_step]", "*[mixed_precision]"),
-    ],
-    "hybrid/test_prefetch.py": [
-        "*[unending]",
-        "*[arrays]",
-        "test_a_share_of_a_worker_s_own_is_read_ahead*",
-    ],
-    "hybrid/test_faults.py": [
-        "test_a_backup_of_which_a_server_has_lost_rows_is_passed_over",
-        "test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again",
-        "test_a_server_that_hangs_is_named",
-        "test_an_asynchronous_job_counts_every_gradient",
-        "test_a_job_that_lost_a_server_resumes_where_it_was",
-    ],
-    "hybrid/test_dynamic_faults.py": [
-        *("test_a_killed_job_*[filtered]", "test_an_asynchronous_job_goes_on_with_a_server_*"),
-    ],
-    "hybrid/test_cache.py": [
-        *("test_equals_one_process[exact_clipped]", "test_equals_one_process[stale_with_slots]"),
-    ],
-    # Without admission, and with other conditions; `counted` and KerasRS's layer are left.
-    "hybrid/test_dynamic.py": [
-        *("test_equals_one_process[plain]", "test_equals_one_process[filtered]"),
-    ],
-    "tables/test_files.py": ["*_moments_of_their_capture[full]", "*_of_their_capture[filtered]"],
-    "tables/test_changes.py": ["*_to_the_table[unused-1]", "*_to_the_table[capacity-1]"],
-    "tables/test_store.py": ["test_admission_is_the_same_*[draw]"],
-    "hybrid/test_usage.py": [
-        *("test_compressed_rows_*", "test_rows_that_are_read_are_compressed"),
-    ],
     "parameter_server/test_dynamic.py": [
         f"test_synchronous_training_equals_one_process[{name}]"
         for name in ("plain", "filtered", "keras_rs")

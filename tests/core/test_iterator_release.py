@@ -31,7 +31,8 @@ def test_what_nobody_uses_is_destroyed_in_a_thread(releaser, number):
     dataset = iterator_release.Dataset(list(datasets())[number])
     iterator = iter(dataset)
     assert int(tf.nest.flatten(next(iterator))[0]) == 0
-    ((handles, others),) = releaser.kept
+    (kept,) = releaser.kept
+    handles, others = kept.handles, kept.others
     # Init, next and finalize of the one device, and what they call elsewhere.
     assert others[0] is dataset.of and len(others[1]) == 6 * number
     releaser.release_unused()
@@ -93,13 +94,23 @@ def test_other_iterators_are_left_alone(releaser):
     assert releaser.kept == []
 
 
-def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser):
+def no_thread_can_be_started(monkeypatch):
+    """As while the interpreter of Python 3.12 ends."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser, monkeypatch):
     used, unused = (iter(iterator_release.Dataset(data)) for data in datasets())
     handles = [weakref.ref(handle) for handle in iterator_release._handles(used)]
     dropped = [weakref.ref(handle) for handle in iterator_release._handles(unused)]
     cycle = [unused]
     cycle.append(cycle)
     del unused, cycle
+    no_thread_can_be_started(monkeypatch)
     releaser.leave()
     # Python would wait for it, in the thread that ends the process.
     del used
@@ -107,3 +118,13 @@ def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser):
     gc.collect()
     assert all(handle() is not None for handle in handles)
     assert all(handle() is None for handle in dropped)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_iterator_made_at_the_end_of_the_process_is_left_to_python(
+    releaser, monkeypatch, is_running
+):
+    releaser._is_running = is_running
+    no_thread_can_be_started(monkeypatch)
+    assert [int(x) for x in iterator_release.Dataset(tf.data.Dataset.range(3))] == [0, 1, 2]
+    assert releaser.kept == []

@@ -23,8 +23,9 @@ from tests.hybrid.test_faults import cluster
 from tests.parameter_server.waiting import wait_for
 from tests.selection import cases
 from tests.support.results import load
+from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
 JOB = pathlib.Path(__file__).with_name("cache_job.py")
 WORKERS = "worker-0", "worker-1"
@@ -38,7 +39,7 @@ def job(request, tmp_path_factory):
     return folder, run_beside_reference(JOB, folder, names)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["exact", "stale", *extended("exact_clipped", "stale_with_slots")])
 def test_equals_one_process(job, case):
     folder, logs = job
     expected = np.load(folder / f"{case}-reference.npz")
@@ -93,6 +94,7 @@ def test_no_copy_is_older_than_it_may_be(job, worker):
     assert len(found) > len(reads) / 3 and max(found) == STALENESS
 
 
+@pytest.mark.extended
 def test_copies_of_a_job_that_was_killed_are_not_too_old(tmp_path):
     args = (60, tmp_path, "backup=epoch", "cache=16:12")
     for number, (victim, batch) in enumerate((("ps-1", 25), ("worker-1", 45))):

@@ -11,11 +11,12 @@ from keras_psplus.hybrid.tables.dynamic import _ServerPart
 from keras_psplus.tables import policies
 from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.keys import BLOCKS
-from tests.hybrid.dynamic_job import CASES
+from tests.hybrid import dynamic_job
 from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.selection import cases
+from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
 JOB = pathlib.Path(__file__).with_name("dynamic_job.py")
 
@@ -24,11 +25,11 @@ JOB = pathlib.Path(__file__).with_name("dynamic_job.py")
 def job(request, tmp_path_factory):
     """Where all have left what the cases come to, and the logs of the cluster."""
     folder, wanted = tmp_path_factory.mktemp("dynamic"), cases(request)
-    names = [name for name in CASES if name in wanted]
+    names = [name for name in dynamic_job.CASES if name in wanted]
     return folder, run_beside_reference(JOB, folder, names)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["counted", *extended("plain", "filtered", "keras_rs")])
 def test_equals_one_process(job, case):
     folder, logs = job
     assert len(np.load(folder / f"{case}-reference.npz")["table_keys"])

@@ -17,6 +17,8 @@ from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.parameter_server.waiting import wait_for
 from tests.support.results import load
 
+pytestmark = pytest.mark.processes
+
 JOB = pathlib.Path(__file__).with_name("dynamic_fault_job.py")
 
 
@@ -27,6 +29,7 @@ def run(folder, *options, workers=2, ps=2, **others):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", ["counted", "filtered"])
 def test_a_killed_job_resumes_with_the_same_keys_rows_slots_and_counts(case, tmp_path):
     with running_reference(JOB, tmp_path, case, seconds=300):
@@ -66,6 +69,7 @@ def test_asynchronous_updates_count_once(tmp_path):
     np.testing.assert_allclose(found["table_rows"], rows, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_path):
     with LocalCluster(
         [sys.executable, str(JOB), str(tmp_path), "linear", "sync=0", "pause=0.5"],

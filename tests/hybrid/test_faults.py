@@ -10,6 +10,7 @@ import time
 
 import h5py
 import numpy as np
+import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
@@ -18,6 +19,8 @@ from keras_psplus.hybrid import TableFiles
 from tests.faults.damage import flip
 from tests.hybrid import stranger
 from tests.parameter_server.waiting import wait_for, wait_for_one_of
+
+pytestmark = pytest.mark.processes
 
 JOB = pathlib.Path(__file__).with_name("fault_job.py")
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -59,6 +62,7 @@ def test_an_id_out_of_range_is_named():
     assert result.exit_codes["ps-0"] == 1
 
 
+@pytest.mark.extended
 def test_a_worker_with_another_token_is_refused():
     # What becomes of those that a worker has left is no matter of this test.
     result = that_fails("stranger=1", failure_grace=0.5)
@@ -71,6 +75,7 @@ def test_a_worker_with_another_token_is_refused():
     assert "batch" not in result.logs["worker-0"]
 
 
+@pytest.mark.extended
 def test_a_job_that_lost_a_server_resumes_where_it_was(tmp_path):
     args = (30, tmp_path, "backup=epoch", "momentum=0", "prefetch=1")
     with cluster(tmp_path / "first", *args, "pause=0.1") as job:
@@ -91,6 +96,7 @@ def test_a_job_that_lost_a_server_resumes_where_it_was(tmp_path):
     assert "end iterations=30 off=0.0e+00" in result.logs["worker-0"]
 
 
+@pytest.mark.extended
 def test_a_server_that_hangs_is_named(tmp_path):
     with cluster(tmp_path, 40, tmp_path, "pause=0.1", "timeout=8") as job:
         wait_for(job.log_path("worker-0"), "batch 5.", seconds=120)
@@ -105,6 +111,7 @@ def test_a_server_that_hangs_is_named(tmp_path):
         assert [codes["worker-0"], codes["worker-1"]] == [1, 1]
 
 
+@pytest.mark.extended
 def test_an_asynchronous_job_counts_every_gradient():
     args = [30, "-", "sync=0", "prefetch=1"]
     result = run_in_processes(JOB, workers=2, ps=2, timeout=560, env=ENVIRONMENT, args=args)
@@ -158,6 +165,7 @@ def test_a_job_resumes_at_the_step_of_its_last_whole_backup(tmp_path):
     assert np.all(files.read(files.names[0]) < 0)
 
 
+@pytest.mark.extended
 def test_a_backup_of_which_a_server_has_lost_rows_is_passed_over(tmp_path):
     args = ("backup=5", "accumulate=3", "double=1")
 
@@ -181,6 +189,7 @@ def test_a_backup_of_which_a_server_has_lost_rows_is_passed_over(tmp_path):
     assert len({p.name.split("-")[1] for p in backup.glob("tables-*")}) == 2
 
 
+@pytest.mark.extended
 def test_an_asynchronous_job_goes_on_with_a_server_that_was_started_again(tmp_path):
     args = (40, tmp_path, "sync=0", "backup=10", "pause=0.1", "timeout=120")
     # As under `keras-psplus run --restart task --max_restarts 1`.

@@ -13,11 +13,11 @@ from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid.rows import subgraph
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.tables.rows.row_optimizer import config_of
-from tests.hybrid.prefetch_job import CASES
 from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.selection import cases
+from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
 JOB = pathlib.Path(__file__).with_name("prefetch_job.py")
 INT, LONG = tf.int32, tf.int64
@@ -30,7 +30,7 @@ def job(request, tmp_path_factory):
     return folder, run_beside_reference(JOB, folder, cases(request))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["stream", "broken_off", *extended("arrays", "unending")])
 def test_equals_one_process_that_reads_one_update_late(job, case):
     check_equals_reference(*job, case, 2e-6)
 
@@ -48,6 +48,7 @@ def test_what_is_not_read_ahead_is_said_once(job, line):
     assert logs["worker-0"].count(line) == logs["worker-1"].count(line) >= 1
 
 
+@pytest.mark.extended
 @pytest.mark.cases("stream", "unending")
 def test_a_share_of_a_worker_s_own_is_read_ahead_as_well(job):
     _, logs = job

@@ -9,11 +9,12 @@ from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.hybrid.test_training import JOB
 from tests.hybrid.training_job import CASES
 from tests.selection import cases
+from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
-SHARDED = ["adam_w", "global_clipnorm", "clipnorm", "beside_rows", "own_step", "again"]
-SHARDED += ["own_optimizer", "mixed_precision", "accumulated"]
+MORE = ["adam_w", "global_clipnorm", "clipnorm", "own_step", "own_optimizer", "mixed_precision"]
+MORE += ["accumulated"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def job(request, tmp_path_factory):
     return folder, run_beside_reference(JOB, folder, names, "--shard")
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", ["beside_rows", "again", *extended(*MORE)])
 def test_equals_one_process(job, case):
     check_equals_reference(*job, case, CASES[case].tolerance)
 

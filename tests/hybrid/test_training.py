@@ -9,11 +9,15 @@ from tests.hybrid.reference import check_equals_reference, run_beside_reference
 from tests.hybrid.training_job import CASES
 from tests.selection import cases
 from tests.support.results import load
+from tests.support.tiers import extended
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
 
 JOB = pathlib.Path(__file__).with_name("training_job.py")
-NOT_ACCUMULATED = [name for name in CASES if name != "accumulated"]
+# The first is whole; the others each take a path of their own.
+CORE = ["sgd", "two_tables", "beside_rows", "own_optimizer", "again", "keras_rs"]
+CORE = [name for name in CORE if name in CASES]
+MORE = [name for name in CASES if name not in (*CORE, "accumulated")]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +33,12 @@ def results(job, case, worker):
     return load(folder / f"{case}-{worker}.npz", logs[worker])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CORE, "accumulated", *extended(*MORE)])
 def test_equals_one_process(job, case):
     check_equals_reference(*job, case, CASES[case].tolerance)
 
 
-@pytest.mark.parametrize("case", NOT_ACCUMULATED)
+@pytest.mark.parametrize("case", [*CORE, *extended(*MORE)])
 def test_workers_agree_to_the_last_bit(job, case):
     first, second = (results(job, case, f"worker-{i}") for i in range(2))
     for name in first:

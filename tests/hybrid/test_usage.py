@@ -12,6 +12,8 @@ from tests.hybrid.reference import ENVIRONMENT, running_reference
 from tests.hybrid.training_job import BATCH, DIM, data
 from tests.hybrid.usage_job import EPOCHS, from_files, state_of, write_files
 
+pytestmark = pytest.mark.processes
+
 JOB = pathlib.Path(__file__).with_name("usage_job.py")
 WORKERS = "worker-0", "worker-1"
 # Words of float32 for a row of eight numbers; that of int8 has its scale with it.
@@ -106,6 +108,7 @@ def plain(folder, worker):
     return np.load(folder / f"plain-{worker}.npz")
 
 
+@pytest.mark.extended
 def test_compressed_rows_train_nearly_alike(job, compressed):
     exact, first, second = (
         plain(job[0], "reference"),
@@ -127,6 +130,7 @@ def test_rows_are_read_as_they_are(job):
         np.testing.assert_array_equal(found["read"], found["other"][data()[0]])
 
 
+@pytest.mark.extended
 def test_rows_that_are_read_are_compressed(compressed):
     folder, *_ = compressed
     for worker in WORKERS:
@@ -165,6 +169,7 @@ def test_rows_are_counted_and_monitored(job, worker):
     assert_counted(job[0], worker, None, None)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("worker", WORKERS)
 def test_compressed_rows_are_counted_as_what_is_sent(compressed, worker):
     assert_counted(compressed[0], worker, *compressed[1:])

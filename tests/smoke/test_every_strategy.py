@@ -1,23 +1,19 @@
 """A short look at every strategy: `fit`, `evaluate`, `predict` and `save` equal one process.
 
-`make test-fast` and `make test-versions` run this; the other tests look at each of them closely.
+No job shows a traceback, at its end neither. `make test-fast` and `make test-versions` run this;
+the other tests look at each of them closely.
 """
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.testing import run_in_processes
+from tests.support.jobs import run_in_processes, run_script
 
 JOB = pathlib.Path(__file__).with_name("job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # Tasks of each, and those of them that end with results.
 STRATEGIES = {
     "all_reduce": ({"workers": 2}, ["worker-0", "worker-1"]),
@@ -32,26 +28,16 @@ STRATEGIES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    environment |= ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)}
-    environment["KERAS_PSPLUS_JSON_LOG"] = str(folder / "one_process.jsonl")
-    done = subprocess.run(
-        [sys.executable, JOB, folder, "one_process"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    log = folder / "one_process.jsonl"
+    run_script(JOB, folder, "one_process", timeout=560, KERAS_PSPLUS_JSON_LOG=log)
     return folder
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_equals_one_process(name, folder):
     tasks, processes = STRATEGIES[name]
-    env = ENVIRONMENT | {"KERAS_PSPLUS_JSON_LOG": str(folder / f"{name}.jsonl")}
-    run_in_processes(JOB, **tasks, timeout=560, env=env, args=[folder, name])
+    env = {"KERAS_PSPLUS_JSON_LOG": str(folder / f"{name}.jsonl")}
+    run_in_processes(JOB, folder, name, **tasks, timeout=560, env=env)
     check_log(folder, name, processes)
     expected = np.load(folder / "one_process-process.npz")
     for process in processes:

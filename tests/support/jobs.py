@@ -11,7 +11,13 @@ from keras_psplus.cluster import testing
 from keras_psplus.cluster.environment import python_path
 
 # Ends of jobs that Python tells of, though the exit code is 0.
-TROUBLE = re.compile(r"^(Traceback \(most recent call last\)|Exception ignored )", re.MULTILINE)
+TROUBLE = re.compile(
+    r"^(\[\S+\] )?(Traceback \(most recent call last\)|Exception ignored )", re.MULTILINE
+)
+
+# In front of the code of a child that needs no TensorFlow: as in the launcher, the library imports
+# none.
+WITHOUT_TENSORFLOW = "import sys; sys.argv[0] = 'keras-psplus'\n"
 
 
 def environment(**extra):
@@ -41,8 +47,29 @@ def run_script(path, *args, timeout=600, may_show_errors=False, **env):
     Returns:
         Its output, that on the standard error included.
     """
+    return _run([path, *args], 0, timeout, may_show_errors, env)
+
+
+def launch(*flags, exit_code=0, timeout=600, may_show_errors=False, **env):
+    """Runs `keras-psplus run`, and fails unless it ends with an exit code.
+
+    Args:
+        *flags: Its flags, the script, and the script's arguments.
+        exit_code: The exit code.
+        timeout: Seconds after which it is killed.
+        may_show_errors: Whether the output may show tracebacks; that of a job that fails may.
+        **env: Further environment variables.
+
+    Returns:
+        The output, that on the standard error included.
+    """
+    command = ["-m", "keras_psplus", "run", *flags]
+    return _run(command, exit_code, timeout, may_show_errors or exit_code, env)
+
+
+def _run(arguments, exit_code, timeout, may_show_errors, env):
     done = subprocess.run(
-        [sys.executable, os.fspath(path), *map(str, args)],
+        [sys.executable, *map(str, arguments)],
         env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,7 +77,7 @@ def run_script(path, *args, timeout=600, may_show_errors=False, **env):
         errors="replace",
         timeout=timeout,
     )
-    assert done.returncode == 0, f"Exit code {done.returncode}:\n{done.stdout[-8000:]}"
+    assert done.returncode == exit_code, f"Exit code {done.returncode}:\n{done.stdout[-8000:]}"
     if not may_show_errors:
         check_output(done.stdout)
     return done.stdout

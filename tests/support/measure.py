@@ -165,7 +165,7 @@ def main(folder, rows=40):
     total = [sum(values) for values in zip(*(values for _, values in costs))]
     print("| file | tests | seconds | processor s | processes | traced functions |")
     print("|---|---|---|---|---|---|")
-    for name, values in [*costs[:rows], (f"all {len(costs)} files", total)]:
+    for name, values in [*costs[: int(rows)], (f"all {len(costs)} files", total)]:
         tests, wall, cpu, processes, traces = values
         print(f"| {name} | {tests} | {wall:.0f} | {cpu:.0f} | {processes} | {traces} |")
 

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.tables import changes
+from tests.support.tiers import extended
 from tests.tables.test_store import DIM, Servers, batches, small_chunks
 
 tables = psp.tables
@@ -48,7 +49,7 @@ def check(follower, servers):
     np.testing.assert_array_equal(np.reshape(rows, [-1, DIM]), servers.lookup(keys))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, *extended(1)])
 @pytest.mark.parametrize("expire", EXPIRIES)
 def test_changes_add_up_to_the_table(expire, count):
     servers = Servers(expire=EXPIRIES[expire], count=count)

@@ -10,6 +10,7 @@ import keras_psplus as psp
 from keras_psplus.files import shard_files
 from keras_psplus.tables import files
 from keras_psplus.tables.snapshot import living
+from tests.support.tiers import extended
 from tests.tables.test_changes import Follower
 from tests.tables.test_store import Servers, batches, small_chunks
 
@@ -85,7 +86,7 @@ class Chain:
         return expected
 
 
-@pytest.mark.parametrize("case", POLICIES)
+@pytest.mark.parametrize("case", ["counted", *extended("full", "filtered")])
 def test_all_rows_and_changes_are_those_of_the_moments_of_their_capture(
     case, tmp_path, monkeypatch
 ):

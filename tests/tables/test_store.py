@@ -12,6 +12,7 @@ from keras_psplus.tables.rows import chunks
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.snapshot import living
 from keras_psplus.tables.store import RowStore
+from tests.support.tiers import extended
 
 DIM, STEPS = 2, 12
 tables = psp.tables
@@ -114,7 +115,9 @@ def test_counts_and_unused_rows_are_those_of_a_model(count):
 
 
 @pytest.mark.parametrize(
-    "admit", [tables.Bloom(2, bits=8 * 840 * 8), tables.Probability(0.4)], ids=["bloom", "draw"]
+    "admit",
+    [tables.Bloom(2, bits=8 * 840 * 8), *extended(tables.Probability(0.4))],
+    ids=["bloom", "draw"],
 )
 def test_admission_is_the_same_on_any_number_of_servers(admit):
     every = [Servers(admit, tables.Norm(0.4), count) for count in (1, 2)]

@@ -99,26 +99,56 @@ def _functions(iterator: Any) -> list[Any]:
     return [context.context().get_c_function(name) for name in names]
 
 
+class _Kept:
+    """Handles of an iterator, and a thread that destroys it once that is asked for.
+
+    The thread is started with the iterator: while the interpreter ends, none can be started.
+
+    Attributes:
+        handles: The handles.
+        others: What is to outlive the iterator.
+        thread: The thread.
+    """
+
+    def __init__(self, handles: list[Any], others: Any) -> None:
+        self.handles, self.others = handles, others
+        self._is_asked_for = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="iterator end", daemon=True)
+
+    def _run(self) -> None:
+        self._is_asked_for.wait()
+        self.handles.clear()
+
+    def destroy(self) -> None:
+        """Begins to destroy the iterator."""
+        self._is_asked_for.set()
+
+
 class _Releaser:
     """Looks now and then which iterators nobody uses any more.
 
     Attributes:
-        kept: Handles of each iterator that has not been released, and what is to outlive it.
+        kept: The iterators that have not been released.
     """
 
     def __init__(self) -> None:
-        self.kept: list[tuple[list[Any], Any]] = []
+        self.kept: list[_Kept] = []
         self._lock = threading.Lock()
         self._is_running = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-    def add(self, handles: list[tf.Tensor], others: Any) -> None:
+    def add(self, handles: list[Any], others: Any) -> None:
         """Keeps the handles of one more iterator, and what is to outlive it."""
+        kept = _Kept(handles, others)
         with self._lock:
-            self.kept.append((handles, others))
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="iterator release", daemon=True).start()
+            try:
+                if not self._is_running:
+                    threading.Thread(target=self._run, name="iterator release", daemon=True).start()
+                    self._is_running = True
+                kept.thread.start()
+            except RuntimeError:
+                return  # The interpreter ends, or there are no more threads: Python destroys it.
+            self.kept.append(kept)
 
     def _run(self) -> None:
         while True:
@@ -131,14 +161,13 @@ class _Releaser:
 
     def release_unused(self) -> None:
         """Begins to destroy the iterators that nobody else refers to."""
-        for kept in [kept for kept in self.kept if _are_unused(kept[0])]:
+        for kept in [kept for kept in self.kept if _are_unused(kept.handles)]:
             self._destroy(kept)
 
-    def _destroy(self, kept: tuple[list[tf.Tensor], Any]) -> None:
-        self.kept = [other for other in self.kept if other is not kept]
-        thread = threading.Thread(target=_clear, args=kept, name="iterator end", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+    def _destroy(self, kept: _Kept) -> None:
+        self.kept.remove(kept)
+        self._threads.add(kept.thread)
+        kept.destroy()
 
     def leave(self) -> None:
         """Destroys what is left, as the process ends, and waits a little for it.
@@ -148,20 +177,13 @@ class _Releaser:
         """
         gc.collect()
         with self._lock:
-            for kept in list(self.kept):
-                if _are_unused(kept[0]):
-                    self._destroy(kept)
-                else:
-                    for handle in kept[0]:
-                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+            self.release_unused()
+            for kept in self.kept:
+                for handle in kept.handles:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         end = time.monotonic() + _EXIT_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, end - time.monotonic()))
-
-
-def _clear(handles: list[tf.Tensor], others: Any) -> None:
-    """Destroys an iterator while other things are still there."""
-    handles.clear()
 
 
 def _are_unused(handles: list[tf.Tensor]) -> bool:
