@@ -58,6 +58,7 @@ WARM = (
         "core/test_slow_task.py",
         "gpu/test_steps.py",
         "cluster/test_channel.py",
+        "cluster/test_in_process.py",
         "cluster/test_early_init.py",
         "cluster/test_serve.py",
         "cluster/test_rendezvous.py",

@@ -284,8 +284,6 @@ TESTS = {
         "test_steps_that_overlap_go_on_when_each_worker_is_killed",
     ],
     "docs/test_python_blocks.py": ["test_runs[docs/howto/keras_libraries.md*"],
-    "cluster/test_serve.py": ["*[killed-1]"],
-    "cluster/test_memory.py": ["*[setting1]"],
     "fidelity/test_real_data.py": [
         f"test_compressed_training_learns_as_much[{name}]" for name in ("bf16", "factors:bf16")
     ],
@@ -307,9 +305,6 @@ TESTS = {
     + ["*_connects_to_them[sync]", "*_connects_to_them[async]"],
     "faults/test_sizes.py": [
         *("*[async]", "*[pipeline]", "*[placement]", "*[sync]", "*[mirrored]"),
-    ],
-    "cluster/test_slurm.py": [
-        *("test_a_cancelled_job_ends", "test_a_job_goes_on_with_another_number_of_tasks"),
     ],
     "faults/test_faults.py": [
         *("test_a_job_goes_on_or_resumes[all_reduce]", "test_a_job_goes_on_or_resumes[sync_ps]"),

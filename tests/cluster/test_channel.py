@@ -26,16 +26,17 @@ from keras_psplus.cluster.channel.sessions import (
     Session,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
-from keras_psplus.cluster.environment import TOKEN_VARIABLE, python_path
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address, free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
-from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from tests.cluster import certificates
+from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes, wait_for
+from tests.support.tiers import extended
 
 VARIABLES = (tls.CERT, tls.KEY, tls.CA, tls.NAME)
 
@@ -168,6 +169,7 @@ def test_a_busy_server_is_asked_again(monkeypatch):
 
 
 def test_garbage_and_silence_are_bounded(monkeypatch):
+    monkeypatch.setattr(server_module, "_HANDSHAKE_SECONDS", 1)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
             answer = json.loads(client.send(text, 5))
@@ -181,12 +183,10 @@ def test_garbage_and_silence_are_bounded(monkeypatch):
         silent = [socket.create_connection((host, int(port)), 5) for _ in range(300)]
         for number, connection in enumerate(silent):
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[: number % 20])
-        began = time.monotonic()
         with ChannelClient(echo.address, None) as another:
             assert session(another).ask("x") == "heard x"
-        assert time.monotonic() - began < 2
         for connection in silent:
-            connection.settimeout(max(0.1, began + 9 - time.monotonic()))
+            connection.settimeout(20)
             try:
                 while connection.recv(4096):
                     pass
@@ -196,8 +196,10 @@ def test_garbage_and_silence_are_bounded(monkeypatch):
         assert not echo.refused and [body for body, _ in echo.heard] == ["x"]
 
 
-SERVER = """
-import sys, time
+SERVER = (
+    WITHOUT_TENSORFLOW
+    + """
+import time
 from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.secret import Secret
@@ -207,36 +209,30 @@ server = ChannelServer(sys.argv[1], gate, lambda body, host: body)
 print("listens", flush=True)
 time.sleep(300)
 """
+)
 
 
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
+@pytest.mark.processes
 def test_a_stopped_and_a_killed_task_are_silent_until_they_are_there_again():
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
 
     def start():
         command = [sys.executable, "-c", SERVER, address]
-        environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
         assert process.stdout.readline() == b"listens\n"
         return process
 
     server = start()
     # Nobody has ever been at the other address.
-    watch = ConnectionWatch({"ps-0": address, "ps-1": f"127.0.0.1:{port + 1}"}, timeout=1.0)
+    watch = ConnectionWatch({"ps-0": address, "ps-1": f"127.0.0.1:{port + 1}"}, timeout=0.8)
     try:
         assert watch.wait_for_connection("ps-0", 0) == 1
-        time.sleep(2)
+        time.sleep(1)
         assert watch.silences() == {}
         # Its kernel goes on accepting connections.
         server.send_signal(signal.SIGSTOP)
-        wait_for(lambda: watch.silences().get("ps-0", 0.0) > 1.0)
+        wait_for(lambda: watch.silences().get("ps-0", 0.0) > 0.8)
         server.send_signal(signal.SIGCONT)
         made = watch.wait_for_connection("ps-0", 1)
         assert watch.silences() == {}
@@ -391,8 +387,6 @@ def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
 
 
 JOB = """
-import os
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import sys
 import keras, numpy as np
 import keras_psplus as psp
@@ -410,16 +404,11 @@ print("losses", loss[0] > loss[1])
 """
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "ps"])
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["hybrid", *extended("ps")])
 def test_a_job_with_a_token_and_mutual_tls_trains(pki, kind):
-    result = run_in_processes(
-        JOB,
-        workers=1 + (kind == "hybrid"),
-        ps=1,
-        chief=kind == "ps",
-        args=[kind],
-        env={**pki["mutual"], TOKEN_VARIABLE: "of the job", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=300,
-    )
+    layout = {"workers": 1 + (kind == "hybrid"), "ps": 1, "chief": kind == "ps"}
+    env = {**pki["mutual"], TOKEN_VARIABLE: "of the job"}
+    result = run_in_processes(JOB, kind, **layout, env=env, timeout=300)
     assert "losses True" in result.logs["chief-0" if kind == "ps" else "worker-0"]
     assert set(result.exit_codes.values()) == {0}

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
 INSTALL = "from keras_psplus.cluster.process import early_init\nearly_init.install()\n"
 CASES = {
     "in a function of the user's": (

@@ -1,6 +1,6 @@
-import os
-import subprocess
-import sys
+import pytest
+
+from tests.support.jobs import run_script
 
 SCRIPT = """
 import os
@@ -30,20 +30,15 @@ with InProcessCluster(workers=2, ps=1) as cluster:
 try:
     logical_devices(3)
 except RuntimeError as error:
-    print(error)
+    print(error, flush=True)
 os._exit(0)
 """
 
 
-def test_in_process_cluster_and_logical_devices():
-    # In a process of its own: devices are fixed at the first operation, servers stay.
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", SCRIPT],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "value 5.0" in done.stdout
-    assert "at the start of the program" in done.stdout and "Received: n=3" in done.stdout
+# In a process of its own: devices are fixed at the first operation, servers stay.
+@pytest.mark.processes
+def test_in_process_cluster_and_logical_devices(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    log = run_script(tmp_path / "script.py")
+    assert "value 5.0" in log
+    assert "at the start of the program" in log and "Received: n=3" in log

@@ -11,6 +11,7 @@ import pytest
 
 from keras_psplus.cluster.ports import free_ports
 
+pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("slurm_job.py")
 PROGRAM = [sys.executable, "-m", "keras_psplus", "exec", "--strategy", "all_reduce", str(JOB)]
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

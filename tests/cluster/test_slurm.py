@@ -20,6 +20,7 @@ REASON = slurm_nodes.why_not()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
     pytest.mark.timeout(400),
+    pytest.mark.processes,
 ]
 # What takes a process of its own core here.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -135,6 +136,7 @@ def test_two_nodes_equal_one_process_and_resume_on_one_of_them(slurm, loss, tmp_
     assert (text.count("epoch 0 begins"), text.count("epoch 2 begins")) == (4, 6), text
 
 
+@pytest.mark.extended
 def test_a_job_goes_on_with_another_number_of_tasks(slurm, loss, tmp_path):
     backup = str(tmp_path / "backup")
     job, out = submit(slurm, "all_reduce.sbatch", backup, JOB_HELD_IN_EPOCH="2", JOB_SAVE_FREQ="3")
@@ -165,6 +167,7 @@ def test_a_preempted_job_is_requeued_and_goes_on_after_the_very_batch(slurm, los
     assert losses(text) == pytest.approx([loss] * 4, abs=2e-5)
 
 
+@pytest.mark.extended
 def test_a_cancelled_job_ends(slurm):
     job, out = submit(slurm, "all_reduce.sbatch", JOB_HELD_IN_EPOCH="0")
     wait(slurm, job, out, lambda now, text: "epoch 0 begins" in text)

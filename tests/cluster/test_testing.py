@@ -3,6 +3,9 @@ import os
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
+from tests.support.jobs import WITHOUT_TENSORFLOW
+
+pytestmark = pytest.mark.processes
 
 
 def greet():
@@ -31,7 +34,8 @@ def test_source_and_arguments():
 
 def test_script_imports_the_same_package(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import keras_psplus.cluster.config as c; print(c.__file__)")
+    module = "keras_psplus.cluster.config"
+    script.write_text(f"{WITHOUT_TENSORFLOW}import {module} as c; print(c.__file__)")
     result = run_in_processes(script, workers=1, timeout=60)
     import keras_psplus.cluster.config as config
 

@@ -11,6 +11,7 @@ from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
 from tests.endings import wait_for_end
 
+pytestmark = pytest.mark.processes
 SCRIPT = """
 import json, os, pathlib, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]

@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.cluster.test_memory import PAGE
+from tests.cluster.page_faults import PAGE
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_strategies_keep_it_where_they_compute(strategy, ps, chief):
     code = (
         "import os\n"
         "import keras_psplus as psp\n"
-        "from tests.cluster.test_memory import faults_of_a_block\n"
+        "from tests.cluster.page_faults import faults_of_a_block\n"
         "leave = os._exit\n"
         "def say(code=0):\n"
         "    print('faults', faults_of_a_block(40), flush=True)\n"
