@@ -31,6 +31,7 @@ from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
+from keras_psplus.core.data import job_seed
 from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.core.models import live_strategies
@@ -196,6 +197,8 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             leave.watch(self._task, lambda: heartbeats.lost)
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
+            with failure.translate_errors(self._task):
+                job_seed.agree(control)
             stopped_peers.watch(
                 control, self._progress, self._step_marks, self._updates is not None
             )

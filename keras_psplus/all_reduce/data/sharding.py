@@ -15,6 +15,7 @@ from keras_psplus.all_reduce.data import (
     elements,
     global_batches,
     lookahead,
+    same_data,
 )
 from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
 from keras_psplus.all_reduce.data.global_batches import GlobalBatches
@@ -54,6 +55,7 @@ class _Proposal(NamedTuple):
     seed: int
     rank: int
     maps: str = ""
+    content: Any = None
 
 
 class _Given(NamedTuple):
@@ -92,7 +94,8 @@ def distribute(
     pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
     seed = seed_for(data_seeds.draw())
-    proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run)
+    content = same_data.print_of(adapter, kind) if strategy.num_workers > 1 else None
+    proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run, content)
     proposals = _exchange(strategy, proposal)
     # To read several batches at once, TensorFlow has workers ask each other for each of them.
     to_devices = strategy.extended.fetches_to_devices and steps_per_execution == 1
@@ -105,12 +108,14 @@ def _distribute(
     given: _Given, proposals: list[_Proposal], own: _Proposal, pipeline: Pipeline | str
 ) -> Distributed:
     strategy, adapter, reads_ahead, *_ = given
-    kind, facts, readers, _, _, how_maps_run = own
-    world = strategy.extended.world
+    kind, facts, readers, _, _, how_maps_run, _ = own
+    world, control = strategy.extended.world, strategy.extended.control
     seed = proposals[0].seed
     alike = all((other.kind, other.facts) == (kind, facts) for other in proposals)
     if strategy.num_workers > 1:
         _check_proposals(given, proposals)
+        if alike and not readers:
+            same_data.check(given.adapter, [one.content for one in proposals], control, seed)
     if kind == "array" and alike:
         return _ahead(given, _array(strategy, adapter, seed))
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):

@@ -1,0 +1,169 @@
+"""Comparison of the workers' data: each must have all rows, of which it trains its part.
+
+Lengths and batch sizes say little: of `x[rank::2]`, all workers have as many rows. So they compare
+some values of arrays and of first batches, and TensorFlow's hash of a dataset's graph with the
+constants in it. Values are compared with a tolerance, as workers may have computed them. Datasets
+that call Python, as by `from_generator`, are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.keras_internals.keras_parts import tree
+
+if TYPE_CHECKING:
+    from keras_psplus.core.jobs.control import ControlPlane
+
+# Values of each array: of so many rows, so many each.
+_ROWS, _VALUES = 8, 8
+_TOLERANCE = 1e-3
+# Tensors in a dataset's graph, which the hash would copy.
+_MOST_BYTES = 64 << 20
+_compared: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
+
+
+def print_of(adapter: Any, kind: str) -> Any:
+    """Returns what this worker says of the contents of its data, or None: a value for JSON.
+
+    Args:
+        adapter: One of Keras's data adapters.
+        kind: As `data_facts.describe` returns it.
+    """
+    if kind == "array":
+        return _samples(adapter._inputs)
+    if kind == "generator":
+        return _samples(adapter._first_batches[0])
+    with _keeping_random_numbers():
+        if kind == "python":
+            return _samples(adapter.py_dataset[0]) if adapter.py_dataset.num_batches != 0 else None
+        if kind == "dataset" and adapter.get_tf_dataset() not in _compared:
+            return _hash(adapter.get_tf_dataset())
+    return None
+
+
+def check(adapter: Any, prints: Sequence[Any], control: ControlPlane, seed: int) -> None:
+    """Checks that all workers have the same data, if they say that they are alike in size.
+
+    Args:
+        adapter: One of Keras's data adapters.
+        prints: What each worker has said of its data.
+        control: Control plane of all workers.
+        seed: What decides the order of the data, the same on all workers.
+
+    Raises:
+        ValueError: If the data differ. It is raised on every worker.
+    """
+    if None in prints:
+        return
+    if isinstance(prints[0], dict):
+        dataset = adapter.get_tf_dataset()
+        _compared.add(dataset)
+        if any(one["calls_python"] for one in prints):
+            return  # To call it once more than one process does may change what it returns.
+        if prints[0]["graph"] and all(one["graph"] == prints[0]["graph"] for one in prints):
+            return
+        # Of other paths or functions, the same rows may come.
+        with _keeping_random_numbers():
+            batch = next(iter(seed_shuffles(dataset, seed).take(1)), None)
+        prints = [json.loads(t) for t in control.exchange("rows", json.dumps(_samples(batch)))]
+    for name, theirs in zip(control.names, prints):
+        difference = _difference(prints[0], theirs)
+        if difference:
+            raise ValueError(
+                f"The data of {control.names[0]} and {name} differ. Every worker must have all "
+                "rows, in the same order: it trains its part of each batch. Give every worker the "
+                "same data; make the strategy, or call `keras.utils.set_random_seed`, before "
+                "anything is shuffled or drawn. If each worker brings rows of its own, set "
+                "`experimental_distribute.auto_shard_policy` to "
+                "`tf.data.experimental.AutoShardPolicy.OFF` in the options of a "
+                f"`tf.data.Dataset`. Received: {difference}"
+            )
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """The first difference between two workers' samples, in words; empty if there is none."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} arrays and {len(theirs)}"
+    for number, (one, other) in enumerate(zip(ours, theirs)):
+        if one["shape"] != other["shape"]:
+            return f"array {number} with rows of shape {one['shape']} and {other['shape']}"
+        for row, a, b in zip(one["rows"], one["values"], other["values"]):
+            for left, right in zip(a, b):
+                if not _are_close(left, right):
+                    return f"{left!r} and {right!r} in row {row} of array {number}"
+    return ""
+
+
+def _are_close(left: Any, right: Any) -> bool:
+    if isinstance(left, str) or isinstance(right, str):
+        return bool(left == right)
+    return bool(np.isclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True))
+
+
+def _samples(data: Any) -> list[dict[str, Any]]:
+    """Some rows of each array of a structure, and some values of each row."""
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")]
+    return [_sample(array) for array in arrays if not hasattr(array, "iloc") and len(array.shape)]
+
+
+def _sample(array: Any) -> dict[str, Any]:
+    rows = _spread(int(array.shape[0] or 0), _ROWS)
+    values = []
+    for row in rows:
+        flat = np.asarray(array[row]).reshape(-1)
+        values.append([_plain(flat[i]) for i in _spread(len(flat), _VALUES)])
+    return {"shape": [int(n or 0) for n in array.shape[1:]], "rows": rows, "values": values}
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Numbers below a count, evenly spread, the first and the last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(count, most))})
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON."""
+    if isinstance(value, (bytes, str)):
+        return str(value)
+    return str(value) if np.iscomplexobj(value) else float(value)
+
+
+@contextlib.contextmanager
+def _keeping_random_numbers() -> Iterator[None]:
+    """Context after which the script draws what it would have drawn."""
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+
+
+def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
+    """TensorFlow's hash of a dataset's graph, empty if that is large; None if it has none."""
+    size, calls_python, left = 0, False, [dataset]
+    while left:
+        one = left.pop()
+        left += one._inputs()
+        tensors = tf.nest.flatten(getattr(one, "_tensors", ()), expand_composites=True)
+        size += sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
+        for function in one._functions():
+            graph = function.function.graph.as_graph_def()
+            nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+            calls_python = calls_python or any("PyFunc" in node.op for node in nodes)
+    try:
+        variant = dataset._variant_tensor
+        found = 0 if size > _MOST_BYTES else tf.raw_ops.DatasetFingerprint(input_dataset=variant)
+    except tf.errors.OpError:
+        return None
+    return {"graph": str(int(found) or ""), "calls_python": calls_python}

@@ -1,0 +1,46 @@
+"""Random numbers of a job whose script sets no seed: the same on all workers.
+
+Keras and users draw the order of files and rows by Python's and numpy's generators, on each worker
+for itself: `keras.utils.image_dataset_from_directory` and `split_dataset` do.
+"""
+
+import hashlib
+import os
+import random
+
+import numpy as np
+import tensorflow as tf
+
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.core.jobs.control import ControlPlane
+from keras_psplus.log import logger
+from keras_psplus.tf_internals import context
+
+
+def agree(control: ControlPlane) -> None:
+    """Has all workers draw the same numbers from here on, unless they do already.
+
+    Args:
+        control: Control plane of all workers.
+    """
+    drawn = random.getstate(), np.random.get_state(legacy=False), context.global_seed()
+    # All starts of a job have its token: where it was lost, it draws again what it drew.
+    token = os.environ.get(TOKEN_VARIABLE) or str(random.SystemRandom().random())
+    texts = control.exchange("random numbers", f"{_digest(drawn)} {_digest(token)}")
+    if len({text.split()[0] for text in texts}) == 1:
+        return
+    seed = int(texts[0].split()[1], 16) % (1 << 31)
+    random.seed(seed)
+    np.random.seed(seed)
+    if context.global_seed() is None:
+        tf.random.set_seed(seed)
+    if control.task.is_chief:
+        logger.info(
+            "the workers' random numbers differ, as without a seed: all go on from seed %d, so "
+            "that they shuffle data alike (`keras.utils.set_random_seed` sets one)",
+            seed,
+        )
+
+
+def _digest(of: object) -> str:
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
