@@ -9,6 +9,8 @@
 #                flags: make test-versions VERSIONS="--only '*nightly'"
 #   make coverage       lines that `make test` executes, in all processes; make coverage-all: and
 #                `make test-all`, and how many of these `make test` executes
+#   make mutants     whether tests find each of the faults of tests/faults_on_purpose; flags:
+#                make mutants MUTANTS="--only '*residual*'"
 #   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/
@@ -23,13 +25,14 @@ BIN := $(VENV)/bin
 BENCH ?=
 DEMO ?=
 VERSIONS ?=
+MUTANTS ?=
 # Tests choose their tier themselves: tests/support/tiers.py.
 TESTED := not extended
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-versions measure coverage coverage-all structure wheel bench docs lint clean
+.PHONY: help demo test test-all test-rest test-fast test-versions mutants measure coverage coverage-all structure wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,6 +71,9 @@ test-rest: $(VENV)/stamp-test
 
 test-fast: $(VENV)/stamp-test
 	$(TEST) -m "$(TESTED) and not processes"
+
+mutants: $(VENV)/stamp-test
+	$(BIN)/python tests/faults_on_purpose/run.py $(MUTANTS)
 
 measure: $(VENV)/stamp-test
 	rm -rf .measure
@@ -113,5 +119,5 @@ lint: $(VENV)/stamp-test
 	  benchmarks tests
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure mutants.jsonl .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,13 @@
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.reducers import GradientReducer
+from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.core.batch.batches import Batch
@@ -86,6 +88,31 @@ class OfRows(Extended):
         return self.variables[name]
 
 
+class Strategy:
+    pass
+
+
+@pytest.mark.parametrize("rank, left", [(0, 4.0), (1, 0.0)])
+def test_a_sum_over_all_replicas_is_left_to_the_first(rank, left):
+    strategy = Strategy()
+    strategy.extended = types.SimpleNamespace(
+        device_in_context=lambda: "CPU:0", rank_in_context=lambda: rank
+    )
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    optimizer.build([keras.Variable(1.0)])
+    (total,) = optimizer._accumulated_gradients
+    accumulators = Accumulators(strategy, None)
+    for value, expected in ((4.0, left), (3.0, 3.0)):
+        # The second is the replica's own.
+        total.assign(value)
+        accumulators.begin_step(optimizer)
+        assert float(total.numpy()) == expected
+    accumulators.note_assigned([total])
+    total.assign(4.0)
+    accumulators.begin_step(optimizer)
+    assert float(total.numpy()) == left
+
+
 class OwnChoice(compression.Int8):
     def for_variable(self, path, shape, dtype):
         return compression.PowerSGD(1)
@@ -106,6 +133,13 @@ def test_products_are_looked_for_where_a_compressor_may_take_them(chosen, expect
     hops = compressors_per_hop(chosen, "flat")
     reducer = GradientReducer([], 0, 2, hops, 1, levels=None, state=None)
     assert reducer.takes_products is expected
+
+
+def test_a_replica_counts_by_its_rows():
+    batch = Batch(tf.ones([1, 1]), tf.constant(1), tf.constant(4))
+    with MirroredReplicaStep(ENGINE, OfRows(), batch) as step:
+        assert float(step.scale_by_batch_fraction(tf.constant(8.0))) == 2.0
+        assert [float(count) for count in step.rows()] == [1.0, 4.0]
 
 
 @pytest.mark.parametrize("local_rows", [0, 1, 3])

@@ -1,12 +1,13 @@
 """Order in which parts of a backup are read and deleted, and what others delete meanwhile."""
 
 import os
+import pathlib
 import shutil
 import types
 
 import keras
 
-from keras_psplus.core.backup import backup_callback, backup_files, backup_loading
+from keras_psplus.core.backup import backup_callback, backup_files, backup_loading, backup_states
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 
@@ -51,6 +52,18 @@ def test_a_backup_ends_before_the_tables_that_its_list_names(tmp_path):
     )
     backup_callback.end(engine, keras.callbacks.BackupAndRestore(str(folder)))
     assert found == [(False, None)]
+
+
+def test_a_damaged_state_is_passed_over(tmp_path, caplog):
+    callback = keras.callbacks.BackupAndRestore(str(tmp_path), double_checkpoint=True)
+    for epoch in (3, 4):
+        with backup_files.written(callback, {"worker-0.zip": "digest"}, 0) as folder:
+            pathlib.Path(folder, "latest.weights.h5").write_text(f"of {epoch}")
+            pathlib.Path(folder, "training_metadata.json").write_text(f'{{"epoch": {epoch}}}')
+    assert [state["epoch"] for state in backup_states.find(callback)] == [4, 3]
+    pathlib.Path(tmp_path, "latest.weights.h5").write_text("of ?")
+    assert [state["epoch"] for state in backup_states.find(callback)] == [3]
+    assert "resumes from the one before, at epoch 4" in caplog.text
 
 
 def test_an_older_state_comes_with_its_own_tables(tmp_path, monkeypatch):

@@ -72,6 +72,17 @@ def test_everybody_gets_everybodys_text(store, monkeypatch, large):
     assert on_all_workers(exchange) == [["of worker-0", "of worker-1", "of worker-2"]] * WORKERS
 
 
+def test_a_worker_that_makes_something_else_is_named(store, monkeypatch):
+    monkeypatch.setattr(error_report, "report", lambda message: None)
+
+    def run(plane):
+        own = "(2,)" if plane.task.name == "worker-2" else "(3,)"
+        plane.check_same("variable", own, f"kernel {own}")
+
+    with pytest.raises(ValueError, match=r"Received: variable kernel \(2,\) on worker-2"):
+        on_all_workers(run)
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_what_all_have_read_is_deleted(store, monkeypatch, large):
     monkeypatch.setattr(peer_sampling, "EVERYBODY", 2 if large else 32)

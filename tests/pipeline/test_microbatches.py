@@ -1,5 +1,7 @@
 """Micro-batches: their bounds, and what is cut and joined."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -60,6 +62,13 @@ def test_masks_are_cut_and_joined_as_well():
     assert get_keras_mask(parts[1]).shape == (3, 3)
     joined = microbatches.join("layer", parts, [1, 3])
     np.testing.assert_array_equal(get_keras_mask(joined), mask)
+
+
+def test_losses_of_layers_count_by_the_rows_of_their_microbatch():
+    layer, none = types.SimpleNamespace(), types.SimpleNamespace()
+    found = [[[tf.constant(4.0), tf.constant(1.0)], []], [[tf.constant(8.0), tf.constant(1.0)], []]]
+    microbatches.join_losses([layer, none], found, [3, 1])
+    assert [float(loss) for loss in layer._losses] == [5.0, 1.0] and none._losses == []
 
 
 def test_an_output_that_is_no_row_for_each_row_is_refused():

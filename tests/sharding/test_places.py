@@ -1,5 +1,7 @@
 """Owners, and parts of gradients of rows."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -46,3 +48,16 @@ def test_one_large_tensor_is_all_reduced():
     assert found[0] is None and found[1].shape == (2,)
     # No more than twice an all-reduce, with the values: 2 / 3 of all to each of the others.
     assert sum(layout.widths) <= 2 * 92 / 3 + 2
+
+
+@pytest.mark.parametrize("limit", [{"clipnorm": 2.5}, {"global_clipnorm": 6.5}])
+def test_parts_are_clipped_by_the_norm_of_the_whole(limit):
+    optimizer = types.SimpleNamespace(**{"clipnorm": None, "global_clipnorm": None, **limit})
+    # One that is whole, and a part of one whose other part has a norm of 4.
+    grads = [tf.constant([0.0, 12.0]), tf.constant([3.0, 0.0])]
+    found = sums.clipped_by_norms(
+        optimizer, grads, tf.float32, [1], lambda squares: [squares[0] + 16]
+    )
+    scales = (2.5 / 12, 2.5 / 5) if "clipnorm" in limit else (0.5, 0.5)
+    for clipped, gradient, scale in zip(found, grads, scales, strict=True):
+        np.testing.assert_allclose(clipped, gradient * scale, rtol=1e-6)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus import compression
+from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import Hop
 from keras_psplus.all_reduce.topology.part_routes import Route, ranks_by_place
@@ -77,3 +79,26 @@ def test_rows_come_to_the_workers_whose_they_are(groups):
         np.testing.assert_allclose(everything, total, atol=1e-5)
         np.testing.assert_allclose(sum_of_rows, total, atol=1e-5)
         np.testing.assert_allclose(sum_of_first, total[0], atol=1e-5)
+
+
+def test_what_compressed_sums_leave_out_comes_later(monkeypatch):
+    monkeypatch.setenv("KERAS_PSPLUS_NATIVE", "0")
+    workers, steps = 3, 50
+    compressor = compression.ErrorFeedback(compression.Sign())
+    rows = np.random.RandomState(1).randn(workers, workers, 8).astype("float32")
+    meeting = Meeting(range(workers))
+
+    def work(rank):
+        launcher, total = Collectives(meeting, rank), 0.0
+        state = row_routes.rows_init(compressor, workers, 8)
+        for step in range(steps):
+            number = tf.constant(step, tf.int64)
+            sums, state, _ = row_routes.split_rows(
+                launcher, rank, workers, compressor, tf.constant(rows[rank]), state, number
+            )
+            total = total + sums
+        return total / steps
+
+    with futures.ThreadPoolExecutor(workers) as pool:
+        for found in pool.map(work, range(workers)):
+            np.testing.assert_allclose(found, rows.sum(0), atol=0.5)

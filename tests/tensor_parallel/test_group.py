@@ -1,4 +1,4 @@
-"""Tensors of a number of rows that only a step knows are padded, and cut to size again."""
+"""Parts of tensors, and their gradients; numbers of rows that only a step knows."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import size_classes
 from keras_psplus.sharding.places import AxisCut, Place
+from keras_psplus.tensor_parallel.group import ModelGroup
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (17, 4, 3), (0, 3)])
@@ -37,3 +38,26 @@ def test_parts_along_an_axis():
     np.testing.assert_array_equal(parts[1], value[:, 2:4])
     rows = tf.stack([tf.reshape(part, [8]) for part in parts])
     np.testing.assert_array_equal(cut.whole(rows), value)
+
+
+class Tripled:
+    """Collectives of two workers, of which the other has three times as much."""
+
+    gather_equal = staticmethod(lambda tensor: tf.stack([tensor, 3 * tensor]))
+
+
+@pytest.mark.parametrize(
+    "name, arguments, value, gradient",
+    [
+        ("enter", (), [[1, 2]], [[4, 4]]),
+        ("sum", (), [[4, 8]], [[1, 1]]),
+        ("collect", (1,), [[1, 2, 3, 6]], [[1, 1]]),
+    ],
+)
+def test_collectives_have_the_gradients_of_their_sums(name, arguments, value, gradient):
+    given = tf.constant([[1.0, 2.0]])
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        found = getattr(ModelGroup(Tripled(), 0, 2), name)(given, *arguments)
+    np.testing.assert_array_equal(found, value)
+    np.testing.assert_array_equal(tape.gradient(found, given), gradient)

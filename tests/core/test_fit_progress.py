@@ -1,0 +1,49 @@
+"""A `fit` that is resumed: its place in the data, and what its callbacks had counted."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_psplus.core.backup import callback_states
+from keras_psplus.core.backup.fit_progress import FitProgress
+
+
+class Iterator:
+    pass
+
+
+@pytest.mark.parametrize("first_epoch", [0, 3])
+def test_only_epochs_of_the_same_fit_come_before_in_its_data(first_epoch):
+    facts = {"epoch": 5, "batch": 0, "first_epoch": first_epoch, "data": "seed", "layout": None}
+    progress, iterator = FitProgress(), Iterator()
+    progress.resume(types.SimpleNamespace(facts=facts))
+    progress.begin_epoch(types.SimpleNamespace(), 5)
+    assert progress.begin_iteration(iterator) == (5 - first_epoch, 0, "seed")
+    # Those of the next epoch follow by themselves.
+    progress.begin_epoch(types.SimpleNamespace(), 6)
+    assert progress.begin_iteration(iterator) is None
+
+
+@pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])
+def test_patience_goes_on(kind):
+    optimizer = types.SimpleNamespace(learning_rate=np.float32(0.1))
+
+    def begun():
+        callback = getattr(keras.callbacks, kind)("loss", patience=4, mode="min")
+        callback.set_model(types.SimpleNamespace(optimizer=optimizer))
+        callback.on_train_begin()
+        return callback
+
+    def counted(callback, losses):
+        for epoch, loss in losses:
+            callback.on_epoch_end(epoch, {"loss": loss})
+        return {n: v for n, v in vars(callback).items() if isinstance(v, (int, float))}
+
+    losses, resumed = list(enumerate([3.0, 2.0, 2.5, 2.5])), begun()
+    before = begun()
+    counted(before, losses[:3])
+    states, _ = callback_states.states_of([before])
+    callback_states.restore([resumed], states, {})
+    assert counted(resumed, losses[3:]) == counted(begun(), losses)
