@@ -128,25 +128,30 @@ class Expiry:
         key_rows.remove(tf.gather(rows, dead))
 
     def _remove_first(self, key_rows: KeyRows, over: tf.Tensor) -> int:
-        rows = self._window(key_rows, "capacity", _WINDOW)
+        assert self._share is not None
+        # A small share is looked at whole, with the rows that this step has added.
+        rows = self._window(key_rows, "capacity", MOST_ROWS if self._share <= _WINDOW else _WINDOW)
         keys = key_rows.keys(rows)
         have_key = places_of(tf.not_equal(keys, FREE))
         rows, keys = (tf.gather(of, have_key) for of in (rows, keys))
         meta = key_rows.meta(rows)
-        # Among equals, the order of the keys' hashes.
-        tie = tf.bitcast(mixed(keys), _LONG)
-        order = tf.argsort(tie, stable=True)
-        order = tf.gather(order, tf.argsort(tf.gather(meta[:, LAST], order), stable=True))
-        if self._policy == "lfu":
-            frequency = tf.gather(meta[:, FREQUENCY], order)
-            order = tf.gather(order, tf.argsort(frequency, stable=True))
+        is_new = tf.cast(meta[:, LAST] > self._clock.step(), _INT)
+        lives = tf.cast(tf.logical_not(self._is_dead(key_rows, rows)), _INT)
+        # The last counts most. Among equals, the order of the keys' hashes.
+        criteria = [tf.bitcast(mixed(keys), _LONG), meta[:, LAST]]
+        criteria += [meta[:, FREQUENCY]] if self._policy == "lfu" else []
+        order = tf.range(tf.size(rows))
+        for criterion in (*criteria, lives, is_new):
+            order = tf.gather(order, tf.argsort(tf.gather(criterion, order), stable=True))
+        if self._share > _WINDOW:
+            # Rows of this step stay, as there are older ones elsewhere.
+            over = tf.minimum(over, tf.size(rows) - tf.reduce_sum(is_new))
         key_rows.remove(tf.gather(rows, order[:over]))
         return 0
 
     def _window(self, key_rows: KeyRows, what: str, most: int) -> tf.Tensor:
-        """The next rows that a sweep looks at."""
+        """The next rows that a sweep looks at: behind the last, the first come again."""
         cursor, end = self._cursors[what], key_rows.next.read_value()
-        first = tf.where(cursor.read_value() < end, cursor.read_value(), 0)
-        last = tf.minimum(first + most, end)
-        cursor.assign(last, read_value=False)
-        return tf.range(first, last)
+        first, count = cursor.read_value(), tf.minimum(most, end)
+        cursor.assign(tf.math.floormod(first + count, tf.maximum(end, 1)), read_value=False)
+        return tf.math.floormod(first + tf.range(count), tf.maximum(end, 1))

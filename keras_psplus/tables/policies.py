@@ -149,7 +149,8 @@ class Capacity(_Expiry):
     """Expires rows of a table that has more than a number of them.
 
     Each server keeps its share. Of a share up to 65,536 rows exactly the first in order expire; of
-    a larger one, the first of 65,536 rows that move on with the steps.
+    a larger one, the first of 65,536 rows that move on with the steps. Rows that the step has used
+    are the last in order; a step that uses more than the share keeps the share.
 
     Args:
         rows: Number of rows, from 1.
