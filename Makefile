@@ -4,11 +4,12 @@
 #                all that TensorFlow says of itself: make demo DEMO=--verbose
 #   make test    the test suite
 #   make test-all       the same, with the further combinations, long faults and campaigns
+#   make test-rest      what of these `make test` leaves out
 #   make test-fast      the tests of parts, and a short run of every strategy
 #   make test-versions  every strategy and every hook, under all supported versions that are found;
 #                flags: make test-versions VERSIONS="--only '*nightly'"
-#   make coverage       lines that `make test` executes, in all processes; make coverage-all: and
-#                `make test-all`, and how many of these `make test` executes
+#   make coverage       lines that `make test` executes, in all processes
+#   make coverage-all   lines that `make test-all` executes, and how many of these `make test` does
 #   make mutants     whether tests find each of the faults of tests/faults_on_purpose; flags:
 #                make mutants MUTANTS="--only '*residual*'"
 #   make measure        seconds, processor time, processes and traced functions of each file of tests

@@ -27,6 +27,16 @@ def test_every_row_goes_to_one_replica_in_order(workers, local, rows):
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40))
+def test_as_many_rows_of_a_smaller_batch_are_enough(workers, local, batch_size):
+    for world in worlds(workers * local, local):
+        own = batches.OwnRows(world, batch_size, is_even=False)
+        for rows in range(1, batch_size + 1):
+            first, end = world.span(rows)
+            start = own.start(rows)
+            assert 0 <= start <= first and end <= start + own.most
+
+
 def test_split_cuts_all_leaves_alike():
     data = {
         "dense": tf.reshape(tf.range(14), [7, 2]),

@@ -59,6 +59,14 @@ FAULTS = (
         ("all_reduce/test_replica_step.py", "multi_process/test_equals_one_process.py"),
     ),
     Fault(
+        "a gradient once for each replica",
+        "replicas add up gradients of their own means, which are too large by their number",
+        "core/batch/losses.py",
+        'lambda t: _seed(step, t), call.get("target"))',
+        'lambda t: None, call.get("target"))',
+        ("keras_hooks", "smoke", "multi_process/test_equals_one_process.py"),
+    ),
+    Fault(
         "a barrier skipped",
         "replicas do not meet after they have pushed rows to servers, and read too early",
         "all_reduce/step/replica_step.py",
@@ -110,6 +118,14 @@ FAULTS = (
     ),
     # Tables on servers.
     Fault(
+        "a push that nobody waits for",
+        "a replica arrives at the barrier before servers have what it has pushed",
+        "hybrid/tables/barrier.py",
+        "        with tf.control_dependencies(answers):\n",
+        "        with tf.control_dependencies(answers[:0]):\n",
+        ("hybrid/test_barrier.py", "hybrid/test_training.py"),
+    ),
+    Fault(
         "a push counted twice",
         "a gradient that is sent again, as its answer was late, is applied again",
         "hybrid/server/shard.py",
@@ -151,6 +167,22 @@ FAULTS = (
         ("core/test_data_position.py", "faults"),
     ),
     # Cluster.
+    Fault(
+        "changes added up",
+        "rounds of LocalSGD on servers add up what workers have changed, and take no mean",
+        "parameter_server/updates/local_sgd.py",
+        "        scale = 1.0 / self._rounds.num_workers\n",
+        "        scale = 1.0\n",
+        ("parameter_server/test_updates.py",),
+    ),
+    Fault(
+        "an exit that nobody hears of",
+        "the other workers are not told that one has left with an exit code of failure",
+        "core/jobs/error_report.py",
+        "    if exit_code.is_bad() and _reported_at is None:\n",
+        "    if exit_code.last() is None and _reported_at is None:\n",
+        ("all_reduce/test_failure.py", "multi_process/test_failures.py"),
+    ),
     Fault(
         "a worker's error swallowed",
         "an asynchronous step that fails on a worker is dropped, and training goes on",
@@ -250,6 +282,14 @@ FAULTS = (
         ("pipeline/test_microbatches.py", "pipeline/test_training.py"),
     ),
     Fault(
+        "gradients of the first rows",
+        "every micro-batch has the gradients of the first one's outputs",
+        "pipeline/base/gradients.py",
+        "_rows(gradient, first, size) for",
+        "_rows(gradient, 0, size) for",
+        ("pipeline/test_training.py",),
+    ),
+    Fault(
         "another mask when a layer is recomputed",
         "dropout in the backward pass drops other units than in the forward pass",
         "pipeline/graph/recompute.py",
@@ -307,6 +347,22 @@ FAULTS = (
         "        self._count += 1\n",
         "",
         ("core/test_data_seeds.py",),
+    ),
+    Fault(
+        "another order of the data",
+        "a resumed job shuffles by a seed of its own, and trains some rows twice",
+        "core/backup/fit_progress.py",
+        "        return self._saved_seed if awaited and self._saved_seed is not None else drawn\n",
+        "        return drawn\n",
+        ("core/test_fit_progress.py", "faults/test_steps.py", "faults/test_faults.py"),
+    ),
+    Fault(
+        "residuals that are not restored",
+        "a resumed job begins without what compressors had left out",
+        "core/state/worker_files.py",
+        "state.by_unit(owner_name, arrays)",
+        "state.by_unit(owner_name, {})",
+        ("core/test_worker_state.py", "faults/test_worker_states.py", "faults/test_steps.py"),
     ),
     Fault(
         "epochs that were never trained",

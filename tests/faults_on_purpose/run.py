@@ -112,10 +112,12 @@ def changed(fault, text):
 
 def table(faults, results):
     """The results in Markdown."""
-    lines = ["| fault | consequence | found by | in |", "|---|---|---|---|"]
+    lines = ["| fault | consequence | found in | by |", "|---|---|---|---|"]
     for fault, one in zip(faults, results):
-        test = f"`{one['test'].removeprefix('tests/')}`" if one["test"] else one["result"]
-        lines.append(f"| {fault.name} | {fault.breaks} | {test} | {one['tier'] or '-'} |")
+        is_found = one["result"] == FOUND
+        # Files come and go sooner than folders.
+        found = f"`{pathlib.Path(file_of(one['test'])).parent}`" if is_found else one["result"]
+        lines.append(f"| {fault.name} | {fault.breaks} | {found} | `{one['tier']}` |")
     return "\n".join(lines)
 
 
