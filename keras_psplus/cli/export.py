@@ -1,6 +1,7 @@
 """`keras-psplus export kubernetes`: the manifest of a job that trains a script."""
 
 import json
+import re
 import secrets
 import shlex
 import textwrap
@@ -16,6 +17,11 @@ from keras_psplus.cli.planning import auto, strategy_flags
 from keras_psplus.cluster.discovery import layout
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
+# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+_QUANTITIES = {
+    "cpus": (r"\d+(\.\d+)?m?", "500m"),
+    "memory": (r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", "8Gi"),
+}
 _USAGE = """
 usage: keras-psplus export kubernetes [flags] SCRIPT [arguments of the script]
 
@@ -68,6 +74,13 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
             "a name has lower-case letters, digits and '-' in it, and begins and ends with one of "
             f"the first two. Received: --name={name}"
         )
+    for flag, (pattern, example) in _QUANTITIES.items():
+        value = getattr(options, flag)
+        if not re.fullmatch(pattern, value):
+            raise parsing.UsageError(
+                f"--{flag} is a quantity of Kubernetes, such as {example}. "
+                f"Received: --{flag}={value}"
+            )
     chief = combinations.chief_of(options)
     least, workers = layout_flags.workers_of(options.workers)
     counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}

@@ -184,6 +184,7 @@ def test_each_job_has_its_own_token(capsys):
         (["kubernetes", *FLAGS, "--ps=1", "--workers=1:3", "train.py"], "add --jobset"),
         (["kubernetes", *FLAGS, "--workers=1:3", "--jobset", "train.py"], "add --ps 1"),
         (["kubernetes", *FLAGS, "--workers=3:1", "--jobset", "train.py"], "at least the first"),
+        (["kubernetes", "--image", "i", "--memory", "8Gb", "t.py"], "Received: --memory=8Gb"),
     ],
 )
 def test_a_wrong_command_line_is_refused(capsys, argv, message):

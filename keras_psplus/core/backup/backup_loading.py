@@ -12,6 +12,7 @@ from keras_psplus.core.backup.training_state import TrainingState, check_model
 from keras_psplus.core.base import optimizers
 from keras_psplus.files.shard_files import full_path
 from keras_psplus.keras_internals.keras_parts import file_utils
+from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     import keras
@@ -110,8 +111,19 @@ def _load(
     problem = read_here(callback.backup_dir, here, is_strict)
     if problem is not None:
         return problem
-    steps = [int(one.iterations.numpy()) for one in optimizers.optimizers_of(model).values()]
-    return backup_states.check_epoch(callback, state, sum(steps))
+    steps = optimizers.steps_of(model)
+    if training and not state["has_digests"] and training[0].facts.get("steps") != steps:
+        # Another program has written the weights since.
+        logger.warning(
+            "%s in %s is of other weights than those there, so that training begins at the first "
+            "batch of epoch %d. Received: weights that have made %d steps",
+            backup_states.TRAINING,
+            callback.backup_dir,
+            state["epoch"] + 1,
+            steps,
+        )
+        training.clear()
+    return backup_states.check_epoch(callback, state, steps)
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:

@@ -180,7 +180,8 @@ def _read(
     """The state with a suffix, or None, and what is wrong with it."""
     weights, metadata, listed = _paths(callback, suffix)
     state = {"is_previous": bool(suffix), "has_digests": file_utils.exists(listed)}
-    state["worker_files"], state["has_training"] = {}, False
+    training = file_utils.join(callback.backup_dir, f"{TRAINING}{suffix}")
+    state["worker_files"], state["has_training"] = {}, file_utils.exists(training)
     if state["has_digests"]:
         try:
             content = _listed(listed)

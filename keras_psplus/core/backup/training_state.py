@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_psplus.core.backup import callback_states
 from keras_psplus.core.backup.backup_states import TRAINING, previous_path
 from keras_psplus.core.base import optimizer_states
-from keras_psplus.core.base.optimizers import other_variables
+from keras_psplus.core.base.optimizers import other_variables, steps_of
 from keras_psplus.core.state.waiting_values import typed
 from keras_psplus.files.reading import open_file
 from keras_psplus.keras_internals.keras_parts import file_utils
@@ -66,6 +66,7 @@ class TrainingState:
             "callbacks": states,
             "variables": optimizer_states.forms(model.variables),
             "optimizers": optimizer_states.describe(model),
+            "steps": steps_of(model),
             _OTHERS: dict(zip(others, optimizer_states.forms(others.values()))),
         }
         return cls(facts, arrays)

@@ -55,6 +55,11 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     return found
 
 
+def steps_of(model: keras.Model) -> int:
+    """Sum of the steps that a model's optimizers have made."""
+    return sum(int(one.iterations.numpy()) for one in optimizers_of(model).values())
+
+
 def reached_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """All optimizers that a model and its methods reach, by names; wrappers as they are."""
     return {name: one for name, one, _ in reached.objects_of(model) if _is_optimizer(one)}
