@@ -12,6 +12,7 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
+from keras_psplus.tf_internals import record, resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.store import ShareStore
@@ -50,11 +51,33 @@ class PartOfWeight(ShareVariable):
         if tf.executing_eagerly():
             if current_step() is not None:
                 raise self._error_of_eager_read()
-            return super().value()
+            return self._recorded(super().value)
         if global_state.get_global_attribute("symbolic_scope") is not None:
             # Keras asks for shapes: nothing is computed.
             return tf.zeros(self._whole_shape, self.dtype)
+        if current_step() is None and not tf.distribute.has_strategy():
+            # A function of the script, which one worker may call alone: for generation, say.
+            return self._recorded(self._value_of_now)
         return self._value_in_step()
+
+    def _value_of_now(self) -> tf.Tensor:
+        """The whole of it when a graph runs."""
+        whole = tf.py_function(lambda: self._store.read(self), [], self.dtype)
+        return tf.ensure_shape(whole, self._whole_shape)
+
+    def _recorded(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """The whole of it outside of steps, whose whole gradient a tape finds."""
+        resource_variable_ops.variable_accessed(self)
+        with record.stop_recording():
+            whole = read()
+        record.record_operation(
+            "ReadVariableOp",
+            [whole],
+            [tf.convert_to_tensor(self.handle)],
+            backward_function=lambda grad: [grad],
+            forward_function=lambda tangent: [tangent],
+        )
+        return whole
 
     def _error_of_eager_read(self) -> RuntimeError:
         """The error of an eager step that reads it."""

@@ -183,6 +183,9 @@ class ModelParallelEngine(ShardedEngine):
         return [whole if a is not b else s for a, b, s, whole in zip(parts, local, sums, wholes)]
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
+        if current_step() is None:
+            # A script computes outside of steps with whole weights.
+            grads = self.parts_of_weights(list(grads), list(variables))
         if self.strategy.num_replicas_in_sync == 1:
             return [with_shape(gradient, v) for gradient, v in zip(grads, variables)]
         return AllReduceEngine.reduce(self, optimizer, list(grads), variables)

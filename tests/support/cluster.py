@@ -21,6 +21,9 @@ def test_bytes():
 ```
 
 The first case of a layout (see `layouts.py`) starts its cluster; later ones cost what they train.
+A case that is decorated with `makes_scope` is run outside of the scope, and is given the function
+that makes one.
+
 `tf.distribute.get_strategy()` is the strategy, of which a process has one: a case that needs other
 options swaps its parts and puts them back. What a case changes for good (it kills, hangs, or reads
 what is only set at the start) makes it one for a job of its own.
@@ -61,6 +64,12 @@ _MOST_CASES, _MOST_CLUSTERS = 80, 2
 _START_SECONDS = 180
 _clusters = {}
 _references = {}
+
+
+def makes_scope(case):
+    """Marks a case that enters the strategy's scope itself, as scripts do."""
+    case.makes_scope = True
+    return case
 
 
 class Results(dict):
