@@ -40,11 +40,6 @@ TESTS = {
         *("test_parts_along_a_topology_equal_one_process[all-*", "*[optimizer-groups1]"),
         "test_what_goes_between_groups_is_compressed[groups1]",
     ],
-    "core/test_slow_task.py": [
-        "test_all_reduce[compute]",
-        "test_a_pipeline[data-chief-0]",
-        "test_a_slow_link",
-    ],
     "multi_process/test_equals_one_process.py": [
         *(
             f"test_two_workers[{name}]"

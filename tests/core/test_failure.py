@@ -7,6 +7,7 @@ import pytest
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.process import exit_code
 from keras_psplus.core.jobs import error_report, failure
+from tests.support.tables import for_each
 
 SAYS = "ps-0 (localhost:1): no answer in time; it hangs, or the link is too slow"
 WHERE = """Graph execution error:
@@ -18,7 +19,7 @@ Detected at node StatefulPartitionedCall defined at (most recent call last):
 """
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text, line",
     [
         (SAYS, SAYS),
