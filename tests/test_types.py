@@ -3,9 +3,8 @@
 import ast
 import pathlib
 
-import pytest
-
 import keras_psplus
+from tests.support.tables import for_each
 
 ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
 FILES = sorted(ROOT.rglob("*.py"))
@@ -30,7 +29,7 @@ def untyped(function):
     return names + (["return"] if function.returns is None else [])
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(ROOT)) for p in FILES])
+@for_each("path", FILES)
 def test_public_functions_have_types(path):
     functions = public_functions(ast.parse(path.read_text()))
     missing = {f"{f.name} (line {f.lineno})": names for f in functions if (names := untyped(f))}

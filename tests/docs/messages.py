@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
 
@@ -25,6 +26,7 @@ class Message:
     text: str
 
 
+@functools.cache
 def all_messages():
     """Returns the texts of errors that are raised, of warnings, and what ends as errors do.
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.docs import pages
 from tests.selection import cases
+from tests.support.tables import for_each
 
 SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
 PROGRAMS = [program.name for program in pages.programs()]
@@ -57,7 +58,7 @@ def test_runs(results, name):
     assert not any(program["exit_codes"].values()), "\n".join(logs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "block",
     [block for block in pages.all_blocks() if block.language == "python"],
     ids=lambda block: block.name,
