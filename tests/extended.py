@@ -271,8 +271,6 @@ TESTS = {
     "benchmarks/test_bytes.py": ["*[4-int8]"],
     # All of the lab in small; what it is made of has tests of its own.
     "benchmarks/test_bench.py": ["test_smallest_run"],
-    "cli/test_plan_choices.py": ["*_of_a_script[updates]", "test_links_of_a_file"],
-    "cli/test_plan.py": ["test_no_plan[flags1-ends*", "test_no_plan[flags2-other*"],
     "cli/test_auto.py": ["test_a_plan_of_a_file_in_a_cluster_with_servers"],
     "cli/test_status.py": ["test_a_worker_that_is_started_again"],
     "parameter_server/test_jobs.py": [
