@@ -63,6 +63,7 @@ WARM = (
         "cluster/test_serve.py",
         "cluster/test_rendezvous.py",
         "keras_hooks/test_hooks.py",
+        "tests/test_log.py",
     ),
 )
 

@@ -272,11 +272,9 @@ TESTS = {
     # All of the lab in small; what it is made of has tests of its own.
     "benchmarks/test_bench.py": ["test_smallest_run"],
     "cli/test_auto.py": ["test_a_plan_of_a_file_in_a_cluster_with_servers"],
-    "cli/test_status.py": ["test_a_worker_that_is_started_again"],
     "parameter_server/test_jobs.py": [
         "test_steps_that_overlap_go_on_when_each_worker_is_killed",
     ],
-    "docs/test_python_blocks.py": ["test_runs[docs/howto/keras_libraries.md*"],
     "fidelity/test_real_data.py": [
         f"test_compressed_training_learns_as_much[{name}]" for name in ("bf16", "factors:bf16")
     ],
