@@ -40,11 +40,6 @@ TESTS = {
         *("test_parts_along_a_topology_equal_one_process[all-*", "*[optimizer-groups1]"),
         "test_what_goes_between_groups_is_compressed[groups1]",
     ],
-    "core/test_slow_task.py": [
-        "test_all_reduce[compute]",
-        "test_a_pipeline[data-chief-0]",
-        "test_a_slow_link",
-    ],
     "multi_process/test_equals_one_process.py": [
         *(
             f"test_two_workers[{name}]"
@@ -252,15 +247,6 @@ TESTS = {
         "test_variables_and_slots_are_on_the_stage_of_their_context",
         "test_a_hanging_stage_ends_the_job",
     ],
-    "examples/test_examples.py": [
-        *("test_characters", "test_tutorial[alone]", "test_digits", "test_ngram_embedding"),
-        "test_transformer_in_stages_equals_one_process",
-        "test_transformer_in_parts_equals_one_process",
-        "test_transformer_in_shares_equals_one_process",
-    ],
-    "examples/test_ray.py": ["*_with_another_number_of_workers*"],
-    "examples/test_recognised.py": ["test_under_other_entries*", "test_all_of_them_by_all_reduce"],
-    "examples/test_parameter_server_tutorial.py": ["*"],
     "tensor_parallel/test_more_cases.py": ["*"],
     "tensor_parallel/test_model_parallel.py": [
         *("*_batches[mlp/adamw]", "*_batches[own_step]"),
@@ -273,19 +259,8 @@ TESTS = {
     "smoke/test_every_strategy.py": [
         *("*[all_reduce]", "*[sync_parameter_server]", "*[pipeline]", "*[hybrid]"),
     ],
-    "benchmarks/test_bytes.py": ["*[4-int8]"],
-    # All of the lab in small; what it is made of has tests of its own.
-    "benchmarks/test_bench.py": ["test_smallest_run"],
-    "cli/test_plan_choices.py": ["*_of_a_script[updates]", "test_links_of_a_file"],
-    "cli/test_plan.py": ["test_no_plan[flags1-ends*", "test_no_plan[flags2-other*"],
-    "cli/test_auto.py": ["test_a_plan_of_a_file_in_a_cluster_with_servers"],
-    "cli/test_status.py": ["test_a_worker_that_is_started_again"],
     "parameter_server/test_jobs.py": [
         "test_steps_that_overlap_go_on_when_each_worker_is_killed",
-    ],
-    "docs/test_python_blocks.py": ["test_runs[docs/howto/keras_libraries.md*"],
-    "fidelity/test_real_data.py": [
-        f"test_compressed_training_learns_as_much[{name}]" for name in ("bf16", "factors:bf16")
     ],
     "faults/test_steps.py": [
         *("*[dataset of unknown length]", "*[PyDataset]", "test_one_replica_*[Grain]"),

@@ -4,6 +4,7 @@ Reads the files only; imports nothing of the package.
 """
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -11,6 +12,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_psplus"
 MODULES_PER_FOLDER = 12
 LINES_PER_FILE = 700
+
+
+@functools.cache
+def trees():
+    """The package's files, parsed, by their paths."""
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+
+
+def is_for_types(node):
+    """Whether it is what `if TYPE_CHECKING` tests."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def modules():
@@ -45,7 +57,7 @@ def imports(with_types):
     """
     known = modules()
     return {
-        name: set(_imported(ast.parse(path.read_text()).body, known, with_types)) - {name}
+        name: set(_imported(trees()[path].body, known, with_types)) - {name}
         for name, path in known.items()
     }
 
@@ -59,7 +71,7 @@ def _imported(body, known, with_types):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (n if n in known else node.module for n in names if node.module in known)
         elif isinstance(node, ast.If):
-            if with_types or "TYPE_CHECKING" not in ast.unparse(node.test):
+            if with_types or not is_for_types(node):
                 yield from _imported(node.body, known, with_types)
             yield from _imported(node.orelse, known, with_types)
         elif isinstance(node, ast.Try | ast.ClassDef | ast.With):

@@ -1,160 +1,104 @@
 """Imports run downwards: each package imports only what is below it."""
 
 import ast
-import pathlib
+import re
 
-import pytest
+from tests import structure
+from tests.support.tables import for_each
 
-import keras_psplus
-
-ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
-# From the bottom to the top.
-LAYERS = [
-    {"log"},
-    {"activation"},
-    {
-        "arguments",
-        "errors",
-        "files",
-        "specs",
-        "text_table",
-        "tracebacks",
-    },
-    {"keras_internals"},
-    {"tf_internals", "communication", "planning", "versions"},
-    {"engine"},
-    {"cluster", "native"},
-    {"chaos", "compression", "datasets", "sidecar_evaluator", "tables", "updates"},
-    {"callbacks"},
-    {"core", "layers"},
-    {"all_reduce", "parameter_server", "pipeline", "serving"},
-    {"sharding"},
-    {"hybrid", "tensor_parallel"},
-    {"catalogue", "keras_hooks"},
-    {"cli"},
-]
+ROOT = structure.ROOT / structure.PACKAGE
+# From the bottom to the top: a line is a layer.
+LAYERS = """
+log
+activation
+arguments errors files specs text_table tracebacks
+keras_internals
+tf_internals communication planning versions
+engine
+cluster native
+chaos compression datasets sidecar_evaluator tables updates
+callbacks
+core layers
+all_reduce parameter_server pipeline serving
+sharding
+hybrid tensor_parallel
+catalogue keras_hooks
+cli
+"""
 # Within a package: its folders and files, from the bottom to the top.
+FOLDERS = """
+all_reduce: data collectives liveness startup reduction topology shard_option step reducers extended
+    one_replica_engine engine strategy
+catalogue: entries lookup automatic
+cli: flags links hooks bench manifests planning serve status add_worker doctor run exec plan export
+    main
+cluster: config gpus ports secret output process environment channel wire discovery monitor startup
+    roles launcher serving processes testing restarts in_process
+compression: averaging options base wire no_communication by_variable rows quantize cast sparse
+    factors error_feedback methods kernels
+core: jobs base state data graph plan batch gradient_path backup models strategy_base
+    strategy_engine distributed_engine
+hybrid: rows rpc stalls tables files extended server context engine sharded strategy
+keras_internals: private_attributes keras_parts keras_attributes
+layers: combiners dynamic_embedding feature_lookup
+parameter_server: modes tracing placement state transport data scheduling startup extended context
+    reports steps sync updates predict_function train_function engine strategy
+pipeline: failure base startup arguments extended stalls graph replicas wire step split context
+    engine strategy
+sharding: places requests variable exchange sums store weight units plan extended engine full_engine
+serving: frozen_table outside_table export
+tensor_parallel: mesh late_gathers group variable regions rules layer_calls plan extended engine
+    strategy
+tables: policies cache keys initial_rows rows expiry admission snapshot changes store files
+    row_variable local versions
+"""
+LAYERS = [set(line.split()) for line in LAYERS.strip().splitlines()]
 FOLDERS = {
-    "all_reduce": [
-        *("data", "collectives", "liveness", "startup", "reduction", "topology", "shard_option"),
-        *("step", "reducers", "extended", "one_replica_engine", "engine", "strategy"),
-    ],
-    "catalogue": ["entries", "lookup", "automatic"],
-    "cli": [
-        *(
-            "flags",
-            "links",
-            "hooks",
-            "bench",
-            "manifests",
-            "planning",
-            "serve",
-            "status",
-            "add_worker",
-        ),
-        *("doctor", "run", "exec", "plan", "export", "main"),
-    ],
-    "cluster": [
-        *("config", "gpus", "ports", "secret", "output", "process", "environment", "channel"),
-        *("wire", "discovery"),
-        *("monitor", "startup", "roles", "launcher", "serving", "processes", "testing"),
-        *("restarts", "in_process"),
-    ],
-    "compression": [
-        *("averaging", "options", "base", "wire", "no_communication", "by_variable", "rows"),
-        *("quantize", "cast", "sparse", "factors", "error_feedback", "methods", "kernels"),
-    ],
-    "core": [
-        *("jobs", "base", "state", "data", "graph", "plan", "batch", "gradient_path", "backup"),
-        "models",
-        *("strategy_base", "strategy_engine", "distributed_engine"),
-    ],
-    "hybrid": [
-        *("rows", "rpc", "stalls", "tables", "files", "extended", "server"),
-        *("context", "engine", "sharded", "strategy"),
-    ],
-    "keras_internals": ["private_attributes", "keras_parts", "keras_attributes"],
-    "layers": ["combiners", "dynamic_embedding", "feature_lookup"],
-    "parameter_server": [
-        *("modes", "tracing", "placement", "state", "transport"),
-        *("data", "scheduling", "startup", "extended", "context", "reports", "steps"),
-        *("sync", "updates"),
-        *("predict_function", "train_function", "engine", "strategy"),
-    ],
-    "pipeline": [
-        *("failure", "base", "startup", "arguments", "extended", "stalls", "graph", "replicas"),
-        *("wire", "step", "split", "context", "engine", "strategy"),
-    ],
-    "sharding": [
-        *(
-            "places",
-            "requests",
-            "variable",
-            "exchange",
-            "sums",
-            "store",
-            "weight",
-            "units",
-            "plan",
-            "extended",
-        ),
-        *("engine", "full_engine"),
-    ],
-    "serving": ["frozen_table", "outside_table", "export"],
-    "tensor_parallel": [
-        *("mesh", "late_gathers", "group", "variable", "regions", "rules"),
-        *("layer_calls", "plan", "extended", "engine", "strategy"),
-    ],
-    "tables": [
-        *("policies", "cache", "keys", "initial_rows", "rows", "expiry", "admission"),
-        *("snapshot", "changes", "store", "files", "row_variable", "local", "versions"),
-    ],
+    package: names.split() for package, names in re.findall(r"^(\w+): ([^:]*)$", FOLDERS, re.M)
 }
 # The package itself, whose import installs the hooks, and what runs the command line.
-TOP = {"__init__", "__main__"}
+TOP = {"__init__", "__main__", "strategies"}
+KNOWN = set().union(*LAYERS)
 
 
-def imported(path):
-    """The modules that a file imports from the library, without the library's own name."""
-    yield from _imported(ast.parse(path.read_text()))
-
-
-def _imported(tree):
-    for node in ast.walk(tree):
+def imported(path, with_types=True):
+    """The modules that a file imports from the library, as lists of names without the library's."""
+    if path not in structure.trees():
+        return
+    nodes = [structure.trees()[path]]
+    while nodes:
+        node = nodes.pop()
         names = []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         yield from (n.split(".")[1:] for n in names if n.startswith("keras_psplus."))
+        skips = not with_types and structure.is_for_types(node)
+        nodes += node.orelse if skips else ast.iter_child_nodes(node)
 
 
 def files():
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in structure.trees():
         package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if package not in TOP and package != "strategies":
+        if package not in TOP:
             yield package, path
 
 
 def test_every_package_has_a_layer():
-    known = set().union(*LAYERS)
-    assert {package for package, _ in files()} == known
+    assert {package for package, _ in files()} == KNOWN
 
 
-@pytest.mark.parametrize("layer", range(len(LAYERS)), ids=[min(names) for names in LAYERS])
+@for_each("layer", range(len(LAYERS)))
 def test_imports_run_downwards(layer):
     below = set().union(*LAYERS[:layer])
     for package, path in files():
         if package in LAYERS[layer]:
-            others = {name for name, *_ in imported(path) if name != package and name in known()}
+            others = {name for name, *_ in imported(path) if name != package and name in KNOWN}
             assert others <= below, f"{path} imports {sorted(others - below)}"
 
 
-def known():
-    return set().union(*LAYERS)
-
-
-@pytest.mark.parametrize("package", FOLDERS)
+@for_each("package", FOLDERS)
 def test_imports_run_downwards_in_a_package(package):
     order = FOLDERS[package]
     entries = [p for p in (ROOT / package).iterdir() if p.suffix == ".py" or p.is_dir()]
@@ -163,18 +107,6 @@ def test_imports_run_downwards_in_a_package(package):
     for name in order:
         below = order[: order.index(name) + 1]
         for path in [ROOT / package / f"{name}.py", *(ROOT / package / name).rglob("*.py")]:
-            found = {i[1] for i in _runtime_imports(path) if i[0] == package and i[1] in order}
+            inside = [i for i in imported(path, with_types=False) if len(i) > 1]
+            found = {i[1] for i in inside if i[0] == package and i[1] in order}
             assert found <= set(below), f"{path} imports {sorted(found - set(below))}"
-
-
-def _runtime_imports(path):
-    """Imports of a file that are not for types alone."""
-    if not path.exists():
-        return []
-    tree = ast.parse(path.read_text())
-    typing = [
-        n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)
-    ]
-    for node in typing:
-        node.body = [ast.Pass()]
-    return [found for found in _imported(tree) if len(found) > 1]

@@ -1,75 +1,64 @@
-"""Private attributes of Keras and TensorFlow: each that is used is in a list, and looked for."""
+"""Private attributes of Keras and TensorFlow: each that is used is in a list, and looked for.
+
+What is replaced in Keras is what Keras itself uses, whatever else lies in its folder.
+"""
 
 import ast
-import pathlib
+import functools
+import inspect
 
+import keras
 import pytest
 
-import keras_psplus
-from keras_psplus.keras_internals import keras_attributes, private_attributes
+from keras_psplus.keras_internals import keras_attributes, keras_parts, private_attributes
 from keras_psplus.tf_internals import attributes
+from tests import structure
+from tests.support.tables import for_each
 
-ROOT = pathlib.Path(next(iter(keras_psplus.__path__)))
 LISTED = {
     name
     for _, names in (*keras_attributes.ATTRIBUTES, *attributes.ATTRIBUTES)
     for name in names.split()
 }
 # What this library sets on objects of Keras's and TensorFlow's.
-OWN = {
-    "_clocks",
-    "_decision",
-    "_end",
-    "_is_made_to_train",
-    "_is_of_layer",
-    "_lanes",
-    "_local_part",
-    "_made_by",
-    "_made_in",
-    "_of_rows",
-    "_keras_rs_placement",
-    "_row_reads",
-}
+OWN = set(
+    "_clocks _decision _end _is_made_to_train _is_of_layer _keras_rs_placement _lanes _local_part"
+    " _made_by _made_in _of_rows _row_reads".split()
+)
 # Asked for with a default, since not all objects have it.
-OPTIONAL = {
-    "_default_device_embedding_layers",
-    "_device_iterators",
-    "_distribution_strategy",
-    "_gate_dense",
-    "_rng",
-}
+OPTIONAL = set(
+    "_default_device_embedding_layers _device_iterators _distribution_strategy _gate_dense"
+    " _rng".split()
+)
 PYTHON = {"_exit", "_fmt"}
 
 
-def trees():
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@functools.cache
+def nodes():
+    """Pairs of a path and a node of its tree."""
+    return [(path, node) for path, tree in structure.trees().items() for node in ast.walk(tree)]
 
 
 def defined():
     """Private names that the library gives to anything of its own."""
-    for _, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    yield node.attr
+    for _, node in nodes():
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
 
 
 def used():
     """Pairs of a private name that is asked of some object, and where."""
-    for path, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                yield node.attr, f"{path.name}:{node.lineno}"
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
-                "getattr",
-                "hasattr",
-                "setattr",
-            ):
+    for path, node in nodes():
+        if isinstance(node, ast.Attribute):
+            yield node.attr, f"{path.name}:{node.lineno}"
+        elif isinstance(node, ast.Call):
+            function = getattr(node.func, "id", "")
+            if function in ("getattr", "hasattr", "setattr"):
                 if isinstance(node.args[1], ast.Constant):
                     yield node.args[1].value, f"{path.name}:{node.lineno}"
 
@@ -89,25 +78,24 @@ def test_none_is_listed_that_is_not_used():
     assert not {name for name in LISTED if name not in names}
 
 
-@pytest.mark.parametrize(
-    ("name", "places"),
+@for_each(
+    "name, place",
     [
-        ("tensorflow.python", {"tf_internals"}),
-        ("tensorflow.core", {"tf_internals"}),
-        ("tensorflow.compiler", {"tf_internals"}),
-        ("keras.src", {"keras_internals"}),
+        ("tensorflow.python", "tf_internals"),
+        ("tensorflow.core", "tf_internals"),
+        ("tensorflow.compiler", "tf_internals"),
+        ("keras.src", "keras_internals"),
     ],
 )
-def test_internals_are_imported_in_one_place(name, places):
+def test_internals_are_imported_in_one_place(name, place):
     found = set()
-    for path, tree in trees():
-        for node in ast.walk(tree):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            if any(f"{module}.".startswith(f"{name}.") for module in modules):
-                found.add(path.relative_to(ROOT).parts[0])
-    assert found == places
+    for path, node in nodes():
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        if any(f"{module}.".startswith(f"{name}.") for module in modules):
+            found.add(path.relative_to(structure.ROOT / structure.PACKAGE).parts[0])
+    assert found == {place}
 
 
 class Other:
@@ -123,3 +111,21 @@ def test_what_is_missing_is_named():
     message = r"does not fit Other 1.0: it relies on Other._gone. .* Received: Other 1.0"
     with pytest.raises(ImportError, match=message):
         private_attributes.check_attributes("Other 1.0", [(Other, "_there _gone")])
+
+
+@for_each(
+    "user, part",
+    [
+        (keras.Model, keras_parts.BaseTrainer),
+        (keras.Model, keras_parts.TensorFlowTrainer),
+        (keras.Variable, keras_parts.Variable),
+    ],
+)
+def test_classes_are_those_that_keras_has_made_its_own_of(user, part):
+    assert issubclass(user, part)
+    assert part.__module__.startswith("keras.src.")
+
+
+def test_the_functions_of_arrays_are_those_that_layers_call():
+    found = inspect.getclosurevars(keras.ops.take).globals["backend"]
+    assert getattr(found, "ops", found).numpy is keras_parts.numpy_module

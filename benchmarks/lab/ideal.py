@@ -1,11 +1,14 @@
 """The fewest bytes of a method's steps on each link, by the library's arithmetic."""
 
+import functools
+
 from keras_psplus.planning import link_bytes
 from keras_psplus.planning.link_bytes import Table, Variable, Work
 
 _COUNTED = (1, 2, 4, 8, 16)
 
 
+@functools.cache
 def work_of(work):
     """Gradients of one worker for one of `work.SIZES`, a `link_bytes.Work`."""
     rows = getattr(work, "kernel_rows", work.batch_size)

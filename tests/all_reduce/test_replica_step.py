@@ -10,7 +10,9 @@ from keras_psplus.all_reduce.reducers import GradientReducer
 from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
+from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.batches import Batch
+from keras_psplus.engine import Call
 
 ENGINE = types.SimpleNamespace(sums_eagerly=True, sum_parts=None)
 
@@ -140,6 +142,14 @@ def test_a_replica_counts_by_its_rows():
     with MirroredReplicaStep(ENGINE, OfRows(), batch) as step:
         assert float(step.scale_by_batch_fraction(tf.constant(8.0))) == 2.0
         assert [float(count) for count in step.rows()] == [1.0, 4.0]
+        weight, names = tf.Variable(3.0), ["target", "sources", "output_gradients"]
+        for seeds, expected in ((None, 1.5), ([tf.constant(2.0)], 12.0)):
+            with tf.GradientTape() as tape:
+                loss = weight**2
+            kwargs = {} if seeds is None else {"output_gradients": seeds}
+            call = Call(tf.GradientTape.gradient, tape, ([loss], weight), kwargs, parameters=names)
+            # Of the batch's mean, but for those that the script has begun with.
+            assert float(losses.gradient(call)) == expected
 
 
 @pytest.mark.parametrize("local_rows", [0, 1, 3])

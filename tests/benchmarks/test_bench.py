@@ -15,6 +15,8 @@ from lab import job, loopback, meter, names, wire
 from keras_psplus.chaos import netlab
 
 
+@pytest.mark.extended  # What it is made of has tests of its own.
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_smallest_run(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -140,6 +142,7 @@ while connection.recv(1 << 20):
 """
 
 
+@pytest.mark.extended
 def test_a_busy_link_that_becomes_slow_goes_on(emulated_hosts):
     with netlab.Lab(2) as lab:
         lab.start(0, [sys.executable, "-c", SENDS_FOR_EVER])
@@ -192,6 +195,8 @@ def test_a_host_finds_itself_by_the_machine_s_name(emulated_hosts):
     assert pathlib.Path("/etc/hosts").read_text() == before
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_keras_on_jax(tmp_path, emulated_hosts):
     python = os.environ.get("LAB_JAX") or (importlib.util.find_spec("jax") and sys.executable)

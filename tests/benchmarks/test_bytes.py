@@ -11,6 +11,8 @@ from keras_psplus.chaos import netlab
 CONSTANT = 4096
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("workers", "name"), [(2, "powersgd"), (4, "int8")])
 def test_links_carry_what_was_counted(workers, name, tmp_path, monkeypatch):

@@ -5,22 +5,17 @@ import pathlib
 
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
 from tests.callbacks.test_communication_monitor import scalars
+from tests.support.jobs import run_in_processes
 
+pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("monitor_job.py")
 NAMES = ["comm/bytes", "comm/ratio", "comm/seconds"]
 STEPS = 6
 
 
 def run(folder, kind, **tasks):
-    run_in_processes(
-        JOB,
-        timeout=560,
-        env={"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""},
-        args=[folder, kind],
-        **tasks,
-    )
+    run_in_processes(JOB, folder, kind, **tasks)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
@@ -28,12 +23,6 @@ def run(folder, kind, **tasks):
 def all_reduce(tmp_path_factory):
     folder = tmp_path_factory.mktemp("all_reduce")
     return folder, run(folder, "MultiWorkerMirroredStrategy", workers=2)
-
-
-@pytest.fixture(scope="module")
-def parameter_server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parameter_server")
-    return folder, run(folder, "ParameterServerStrategy", workers=2, ps=1, chief=True)
 
 
 def check(result, ratios):
@@ -80,9 +69,10 @@ def test_the_chief_writes_the_longest_seconds(all_reduce):
     assert "comm/seconds" not in results["worker-1"]["alone"]
 
 
-def test_parameter_servers(parameter_server):
-    folder, results = parameter_server
+@pytest.mark.extended
+def test_parameter_servers(tmp_path):
+    results = run(tmp_path, "ParameterServerStrategy", workers=2, ps=1, chief=True)
     assert sorted(results) == ["chief-0"]
     # Variables are read as they are.
     check(results["chief-0"], (1.2, 2))
-    assert list((folder / "tb-chief-0").glob("*tfevents*"))
+    assert list((tmp_path / "tb-chief-0").glob("*tfevents*"))

@@ -12,6 +12,7 @@ from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.processes import LocalCluster
 
+pytestmark = pytest.mark.processes
 # Worker 0 counts steps; worker 1 notes the times for which it was held up.
 JOB = """
 import json, os, pathlib, sys, time

@@ -60,6 +60,7 @@ def test_faults_of_one_link_may_overlap():
     ]
 
 
+@pytest.mark.processes
 def test_links_are_delayed_and_cut_while_they_are_used():
     problem = netlab.why_not(delay=1e-3)
     if problem is not None:
@@ -99,6 +100,7 @@ def test_links_are_delayed_and_cut_while_they_are_used():
     lab.set_delay(1, 1)
 
 
+@pytest.mark.processes
 def test_a_kernel_that_cannot_delay_is_told(monkeypatch):
     problem = netlab.why_not()
     if problem is not None:

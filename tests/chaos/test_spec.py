@@ -3,6 +3,7 @@
 import pytest
 
 from keras_psplus.chaos.spec import Event, parse
+from tests.support.tables import for_each
 
 TASKS = ["chief-0", "worker-0", "worker-1", "ps-0"]
 
@@ -46,8 +47,8 @@ def test_a_seed_draws_the_same_again_and_another_seed_something_else():
     assert (event.task, event.step, event.seconds) == (drawn[3].task, 7, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
+@for_each(
+    "text, problem",
     [
         ("", "There is no fault in it"),
         ("kill", "'kill' cannot be read"),

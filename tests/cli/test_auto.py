@@ -140,6 +140,8 @@ def test_a_script_is_measured_and_trained_by_two_workers(
         ) in (tmp_path / f"{worker}.log").read_text()
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 def test_a_plan_of_a_file_in_a_cluster_with_servers(script, plan, one_process, tmp_path):
     result = run_in_processes(
         script,

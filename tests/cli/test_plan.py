@@ -1,14 +1,20 @@
-"""`keras-psplus plan`: a plan without training."""
+"""`keras-psplus plan`: plans of a pipeline, and what each entry would take, without training."""
 
+import functools
 import json
+import re
 import textwrap
 
 import pytest
 
+from keras_psplus.catalogue import lookup
 from keras_psplus.cli import main
 from keras_psplus.cli import plan as plan_command
 from keras_psplus.cli.planning import plan_script
 from keras_psplus.core.plan import plan_request
+from tests.support.jobs import run_in_processes
+from tests.support.tables import for_each
+from tests.support.tiers import extended
 
 SCRIPT = """
 import sys
@@ -18,32 +24,75 @@ import keras_psplus as psp
 
 print("noise of the script")
 kind = sys.argv[1]
-strategy = psp.PipelineStrategy(microbatches=2) if kind == "own" else psp.strategy_from_env()
-if kind == "other":
-    strategy = psp.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Dense(16) for _ in range(4)])
-    model.compile("adam", "mse")
+strategies = {
+    "own": lambda: psp.PipelineStrategy(microbatches=2),
+    "other": psp.MultiWorkerMirroredStrategy,
+    "updates": lambda: psp.MultiWorkerMirroredStrategy(updates=psp.updates.LocalSGD(4)),
+    "servers": lambda: psp.ParameterServerStrategy(mode="sync"),
+    "pipeline": psp.PipelineStrategy,
+}
+strategy = strategies.get(kind, psp.strategy_from_env)()
 if kind == "fails":
     raise RuntimeError("of the script's own")
+layers = keras.layers
+with strategy.scope():
+    if kind in ("own", "deep", "other"):
+        model = keras.Sequential([layers.Dense(16) for _ in range(4)])
+        x = y = np.zeros((32, 16), "float32")
+        loss = "mse"
+    else:
+        ids = keras.Input((4,), dtype="int32")
+        rows = layers.Flatten()(layers.Embedding(40_000, 8, name="table")(ids))
+        outputs = layers.Dense(10)(layers.Dense(48, activation="relu")(rows))
+        model = keras.Model(ids, outputs, name="small")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        # Each row looks up one row of its own, and three that all have.
+        x = np.stack([np.arange(96) + 100, *np.ones((3, 96), int) * [[1], [2], [3]]], 1)
+        y = np.zeros(96, int)
+    model.compile("adam", loss, metrics=["accuracy"])
+if kind == "batch":
+    model.train_on_batch(x, y)
 if kind != "ends":
-    x = np.zeros((32, 16), "float32")
-    model.fit(x, x, batch_size=16)
+    model.fit(x, y, batch_size=len(x) // 3 if len(x) == 96 else 16, epochs=2)
     open(sys.argv[2], "w").close()
 """
+LINKS = {
+    "hosts": ["worker-0", "worker-1", "worker-2"],
+    "links": [
+        {"hosts": ["worker-0", "worker-1"], "latency_ms": 0.4, "bits_per_second": 9e8},
+        {"hosts": ["worker-0", "worker-2"], "latency_ms": 2.5, "bits_per_second": 8e7},
+        {"hosts": ["worker-1", "worker-2"], "latency_ms": 2.0, "bits_per_second": 9e7},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """`plan_script.ask`, which runs the script once for plans that differ in flags alone."""
+    folder = tmp_path_factory.mktemp("plan")
+    script, trained = folder / "train.py", folder / "trained"
+    script.write_text(SCRIPT)
+    ask = functools.cache(lambda command, options: plan_script_ask(list(command), **dict(options)))
+    plan_script_ask = plan_script.ask
+
+    def cached(command, **options):
+        answer = ask(tuple(command), tuple(options.items()))
+        assert not trained.exists()
+        return answer
+
+    cached.arguments = lambda kind: [str(script), kind, str(trained)]
+    return cached
 
 
 @pytest.fixture
-def plan(tmp_path, capsys, monkeypatch):
+def plan(asked, capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "nonsense")
     monkeypatch.setenv("KERAS_PSPLUS_COMPRESSION", "bf16")
-    path, trained = tmp_path / "train.py", tmp_path / "trained"
-    path.write_text(SCRIPT)
+    monkeypatch.setenv("KERAS_PSPLUS_STRATEGY", "hybrid")
+    monkeypatch.setattr(plan_script, "ask", asked)
 
     def run(*flags, kind="named"):
-        code = main.main(["plan", *flags, str(path), kind, str(trained)])
-        assert not trained.exists()
-        return code, capsys.readouterr()
+        return main.main(["plan", *flags, *asked.arguments(kind)]), capsys.readouterr()
 
     return run
 
@@ -52,52 +101,189 @@ def test_the_command_and_the_library_mean_the_same_variable():
     assert plan_script._VARIABLE == plan_request.VARIABLE
 
 
-def test_a_table_and_nothing_else(plan):
-    code, printed = plan("--stages", "2")
-    assert code == 0
-    assert printed.err == ""
-    head, names, *stages = printed.out.splitlines()
-    assert head.startswith("'sequential' in 2 stages, batches of 16 rows in 4 micro-batches")
-    assert names.split()[:3] == ["stage", "device", "layers"]
-    assert [line.split()[0] for line in stages] == ["0", "1"]
-
-
-def test_json_of_a_strategy_of_the_scripts_own(plan):
-    code, printed = plan("--stages=4", "--microbatches=8", "--schedule=1f1b", "--json", kind="own")
+@pytest.mark.parametrize("kind", ["own", *extended("deep")])
+def test_stages_of_a_pipeline(plan, kind):
+    flags = ["--stages=4", "--microbatches=8", "--schedule=1f1b"]
+    code, printed = plan(*flags, "--json", kind=kind)
     assert code == 0
     found = json.loads(printed.out)
-    assert [stage["layers"][0] for stage in found["stages"]] == [
-        *("dense", "dense_1", "dense_2", "dense_3"),
-    ]
+    names = ["dense", "dense_1", "dense_2", "dense_3"]
+    assert [stage["layers"][0] for stage in found["stages"]] == names
     assert (found["microbatches"], found["schedule"], found["rows"]) == (8, "1f1b", 16)
     assert all(stage["estimate"]["slots"] == 2 * 4 * 272 for stage in found["stages"])
+    # A table, and nothing else.
+    code, printed = plan(*flags, kind=kind)
+    assert code == 0 and printed.err == ""
+    head, titles, *stages = printed.out.splitlines()
+    assert head.startswith("'sequential' in 4 stages, batches of 16 rows in 8 micro-batches")
+    assert titles.split()[:3] == ["stage", "device", "layers"]
+    assert [line.split()[0] for line in stages] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(
     "flags, kind, message",
     [
-        (["--stages=5"], "named", "of 4 layer(s) cannot be cut into 5 stages"),
-        (["--stages=2"], "ends", "ended without a call of `fit`"),
-        (["--stages=2"], "other", "makes the plan of a pipeline"),
+        ([], "pipeline", "or say --stages for the plan of a pipeline"),
+        *extended(
+            (["--stages=5"], "deep", "of 4 layer(s) cannot be cut into 5 stages"),
+            (["--stages=2"], "ends", "ended without a call of `fit`"),
+            (["--stages=2"], "other", "makes the plan of a pipeline"),
+            ([], "batch", "Received: train_on_batch()"),
+        ),
     ],
 )
 def test_no_plan(flags, kind, message, plan):
     code, printed = plan(*flags, kind=kind)
     assert code == 1
-    assert message in printed.err
-    assert "Received: " in printed.err
-    assert "Traceback" not in printed.err
-    assert printed.out == ""
+    assert message in printed.err and "Received: " in printed.err
+    assert "Traceback" not in printed.err and printed.out == ""
 
 
 def test_a_script_that_fails(plan):
     code, printed = plan("--stages=2", kind="fails")
     assert code == 1
-    assert "Traceback" in printed.err
-    assert "of the script's own" in printed.err
+    assert "Traceback" in printed.err and "of the script's own" in printed.err
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("kind", ["named", *extended("updates")])
+def test_measurements_of_a_script(kind, plan):
+    flags = ["--workers=4", "--ps=2", "--link=100mbit", "--delay=1", "--memory=5MB", "--json"]
+    code, printed = plan(*flags, kind=kind)
+    assert code == 0, printed.err
+    found = json.loads(printed.out)
+    assert {**found["cluster"], "processor": 1.0} == {
+        "workers": 4,
+        "ps": 2,
+        "bits_per_second": 1e8,
+        "delay_ms": 1.0,
+        "processor": 1.0,
+        "memory": 5e6,
+    }
+    measured = found["measured"]
+    assert found["cluster"]["processor"] == pytest.approx(measured["int8_ms"] / 1.67)
+    assert (measured["model"], measured["batch_rows"], measured["rows"]) == ("small", 32, 8)
+    assert 0 < measured["step_ms"] <= measured["single_ms"]
+    # Of 8 rows of a worker, the two kernels' gradients are products; vectors' are not.
+    variables = [(v["shape"], v["factor_rows"]) for v in measured["work"]["variables"]]
+    expected = [([10], None), ([32, 48], 8), ([48, 10], 8), ([48], None)]
+    assert sorted(variables, key=str) == expected
+    (table,) = measured["work"]["tables"]
+    # Three rows are in all batches.
+    touched = {"1": 11.0, "2": 19.0, "4": 35.0, "8": 67.0}
+    assert table == {"rows": 40_000, "dim": 8, "touched": touched}
+    assert measured["work"]["slots"] == pytest.approx(2, rel=0.01)
+    names = [choice["entry"] for choice in found["choices"]]
+    apart = ("auto", "pipedream", "pipeline", "pipeline_gpipe")
+    assert sorted(names) == [name for name in lookup.names() if name not in apart]
+    assert found["recommended"] == names[0]
+    by_name = {choice["entry"]: choice for choice in found["choices"]}
+    # By hand: ids up to read, ids and rows up to update, rows down; 2 x 3 / 4 of a sum.
+    dense = 4 * (32 * 48 + 48 + 48 * 10 + 10)
+    assert by_name["hybrid"]["sent"] == 1.5 * dense + 11 * (8 + 8 + 32)
+    assert by_name["all_reduce"]["sent"] == 1.5 * dense + 3 * 11 * (8 + 32)
+    assert by_name["sync_parameter_server"]["received"] == dense + 11 * 32
+
+
+@pytest.mark.parametrize("workers, kind", [(4, "named"), *extended((1024, "servers"))])
+def test_a_table_and_nothing_else(workers, kind, plan):
+    code, printed = plan(f"--workers={workers}", "--ps=0", kind=kind)
+    assert code == 0 and printed.err == ""
+    head, *grown, titles = printed.out.splitlines()[: 2 + (workers > 32)]
+    rows = printed.out.splitlines()[2 + len(grown) :]
+    rows_each = max(1, 32 // workers)
+    links = "0 ps, links of 1000 Mbit/s"
+    assert head.startswith(f"'small' on {workers} workers and {links}: {rows_each} rows")
+    assert not grown or "the batch of 32 rows is taken to grow to 1024" in grown[0]
+    assert titles.split()[-5:] == ["scales", "to", "ends", "by", "loses"]
+    (ring,) = [line.split() for line in rows if line.startswith("all_reduce ")]
+    (alone,) = [line.split() for line in rows if line.startswith("single ")]
+    # Messages of a ring grow with the workers, and there is next to nothing to compute.
+    assert ring[-2:] == ["messages", "exact"] and alone[-3:] == ["1", "-", "exact"]
+    entries = [line.split()[0] for line in rows]
+    assert "all_reduce_topk" in entries and "hybrid" not in entries
+    assert rows[-1].startswith("pipedream, pipeline, pipeline_gpipe: see keras-psplus plan")
+
+
+def test_links_of_a_file(plan, tmp_path, asked, monkeypatch):
+    # The script is not run for three workers.
+    monkeypatch.setattr(plan_script, "ask", lambda command, **o: asked(command, **{**o, **FOUR}))
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(LINKS))
+    code, printed = plan(f"--links={path}", "--ps=0", "--json")
+    assert code == 0, printed.err
+    cluster = json.loads(printed.out)["cluster"]
+    # As slow as the slowest link; half a millisecond is what the model takes for a message itself.
+    assert (cluster["workers"], cluster["ps"]) == (3, 0)
+    assert (cluster["bits_per_second"], cluster["delay_ms"]) == (8e7, 2.0)
+
+
+FOUR = {"workers": 4}
+
+
+@for_each(
+    "flags, change, message",
+    [
+        ("--workers=4", {}, "has the links of 3 hosts.* Received: --workers=4, --links="),
+        ("", {"links": LINKS["links"][:2]}, "worker-1 and worker-2 are missing. Received: "),
+        ("", {"links": None}, "a file of links is what `keras-psplus doctor --links --json`"),
+        ("--link=1gbit", {}, "leave out --link and --delay. Received: --links="),
+        ("--delay=1", {}, "leave out --link and --delay. Received: --links="),
+        ("--stages=2", {}, "--links does not go with --stages. Received: --links"),
+    ],
+)
+def test_links_that_are_refused(flags, change, message, plan, tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps({**LINKS, **change}))
+    code, printed = plan(*flags.split(), f"--links={path}")
+    assert code == 2 and re.search(message, printed.err), printed.err
+
+
+@for_each(
+    "flags, cluster, message",
+    [
+        ("", {}, "has to be started in each worker of a cluster.*Received: no cluster"),
+        ("", {"worker": ["h:1"]}, "has to be started in each worker.*Received: worker-0"),
+        ("--workers=3", {"worker": ["h:1", "h:2"]}, "has 2 workers.*Received: --workers=3"),
+        ("--ps=1", {"worker": ["h:1", "h:2"]}, "the cluster has 0 ps.*Received: --ps=1"),
+        ("--delay=1", {"worker": ["h:1", "h:2"]}, "the delay is measured.*Received: --delay"),
+    ],
+)
+def test_what_cannot_be_measured(flags, cluster, message, plan, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if cluster:
+        task = {"type": "worker", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    code, printed = plan("--link=measured", *flags.split())
+    assert code == 2 and re.search(message, printed.err), printed.err
+
+
+def test_links_are_measured_by_the_workers_of_a_cluster(asked, tmp_path):
+    def command():
+        import json
+        import pathlib
+        import sys
+
+        from keras_psplus.cli import main
+        from keras_psplus.cli.planning import plan_script
+
+        # What the script gives is tested above.
+        answer, *words = sys.argv[1:]
+        plan_script.ask = lambda command, **options: json.loads(pathlib.Path(answer).read_text())
+        sys.exit(main.main(["plan", "--link=measured", "--json", *words]))
+
+    answer, words = tmp_path / "answer.json", asked.arguments("named")
+    options = {"stages": None, "microbatches": None, "schedule": None}
+    answer.write_text(json.dumps(asked(words, **FOUR, **options)))
+    result = run_in_processes(command, args=[answer, *words])
+    assert "the chief plans" in result.logs["worker-1"]
+    log = result.logs["worker-0"]
+    cluster = json.loads(log[log.index("{\n") : log.rindex("}") + 1])["cluster"]
+    assert (cluster["workers"], cluster["ps"]) == (2, 0)
+    # Both are on this machine.
+    assert cluster["bits_per_second"] > 1e6 and cluster["delay_ms"] >= 0
+
+
+@for_each(
     "argv, message",
     [
         (["--schedule=1f1b", "train.py"], "--schedule goes with --stages. Received: --schedule"),

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from keras_psplus.catalogue import lookup
+from tests.support.tables import for_each
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def test_options_of_the_environment(folder, monkeypatch):
         lookup.strategy_from_env()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
+@for_each(
+    "name, message",
     [
         ("nothing", "no entry 'nothing'. Give one of all_reduce, broken"),
         ("_helper", "no entry '_helper'"),

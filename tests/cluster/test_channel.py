@@ -36,6 +36,7 @@ from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from tests.cluster import certificates
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes, wait_for
+from tests.support.tables import for_each
 from tests.support.tiers import extended
 
 VARIABLES = (tls.CERT, tls.KEY, tls.CA, tls.NAME)
@@ -284,7 +285,7 @@ def pki(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     "server, caller, problem",
     [
         ("shared", "shared", None),

@@ -11,6 +11,7 @@ from keras_psplus.cluster.config import (
     read_task_config,
     split_address,
 )
+from tests.support.tables import for_each
 
 WORKERS = {"worker": ["h1:2222", "h2:2222"]}
 
@@ -19,7 +20,7 @@ def read(cluster, task):
     return read_task_config({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", "{}", '{"cluster": {}}', '{"task": {}}'])
+@for_each("value", [None, "", "  ", "{}", '{"cluster": {}}', '{"task": {}}'])
 def test_no_cluster_is_none(value):
     assert read_task_config({} if value is None else {"TF_CONFIG": value}) is None
 
@@ -96,7 +97,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("value", "message"), BAD)
+@for_each("value, message", BAD)
 def test_mistakes_are_named(value, message):
     text = (
         value
@@ -109,8 +110,8 @@ def test_mistakes_are_named(value, message):
     assert f"Received: TF_CONFIG={text}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@for_each(
+    "text, message",
     [
         ("[" * 100_000, "it is nested too deeply"),
         ('{"cluster":' * 100_000, "it is nested too deeply"),

@@ -8,6 +8,7 @@ import pytest
 
 from keras_psplus.cluster.output.console import Console, OutputPump, plain, render, warn
 from keras_psplus.cluster.output.log_file import LogFile
+from tests.support.tables import for_each
 
 
 class Terminal(io.StringIO):
@@ -17,8 +18,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
+@for_each(
+    "text, shown",
     [
         ("plain  ", "plain"),
         ("step 1\b\b\b\b\b\b\rstep 2", "step 2"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import layout, proxies, ranks
 from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
+from tests.support.tables import for_each
 
 # As `srun -N2 --ntasks-per-node=2` of Slurm 22.05 sets them, for its second process.
 SLURM = {
@@ -258,7 +259,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_what_is_wrong_is_refused(name):
     environ, message = WRONG[name]
     given = dict(environ)

@@ -66,6 +66,11 @@ served failure_grace=1                | ps-0 2 -9                               
 served                                | chief-0 3 0, worker-0 3 0, worker-1 2 -9, ps-0 3 0 | 0 worker-1 3
                                       | worker-0 3 0, worker-1 2 -9             | 137 worker-1 3
 
+# An evaluator has time for the last checkpoint; its failure is none of the job's.
+evaluator=1                           | worker-0 3 0, worker-1 3 0, evaluator-0 9 0 | 0 - 9
+evaluator=1                           | worker-0 3 0, worker-1 3 0, evaluator-0 1 3 | 0 - 3
+evaluator=1 evaluator_grace=20        | worker-0 3 0, worker-1 3 0              | 0 - 3+20 evaluator-0
+
 # Of a range, too few workers are left.
 served min_workers=1 failure_grace=1  | worker-0 2 -9                           | 137 worker-0 2+1 chief-0 ps-0
 """  # noqa: E501
@@ -103,6 +108,9 @@ def test_the_end_of_a_cluster(options, lives, end, launcher):
     number = -lives["ps-0"][0].code if "ps-0" in lives else 0
     said = f"ps-0 has ended (ended by signal {number}) after {chief} has ended well: no failure"
     assert (f"keras-psplus: {said}" in launcher.lines) == (number > 0 and code == "0")
+    # The end of its input tells an evaluator that training has ended.
+    is_told = "evaluator" in options and expected > 3
+    assert ("evaluator-0" in launcher.processes[0].closed) == is_told
 
 
 def test_who_was_ended_for_want_of_memory_is_named(launcher, monkeypatch, tmp_path):

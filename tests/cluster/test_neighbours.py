@@ -1,8 +1,7 @@
 """Whom a task of a large cluster asks."""
 
-import pytest
-
 from keras_psplus.cluster.startup.peer_sampling import EVERYBODY, neighbours
+from tests.support.tables import for_each
 
 
 def test_in_a_small_cluster_each_asks_each_other():
@@ -10,7 +9,7 @@ def test_in_a_small_cluster_each_asks_each_other():
     assert neighbours(tasks, 3) == [task for task in tasks if task != 3]
 
 
-@pytest.mark.parametrize("count", [EVERYBODY + 1, 64, 100, 1000])
+@for_each("count", [EVERYBODY + 1, 64, 100, 1000])
 def test_in_a_large_one_each_is_asked_by_as_many_as_it_asks_and_news_go_round(count):
     asks = {own: neighbours(range(count), own) for own in range(count)}
     assert all(own not in others for own, others in asks.items())

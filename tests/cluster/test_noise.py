@@ -3,6 +3,7 @@
 import pytest
 
 from keras_psplus.cluster.output import log_filter
+from tests.support.tables import for_each
 
 STARTING = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -69,8 +70,8 @@ def test_errors_of_cuda_where_there_is_a_gpu(tmp_path):
     assert not log_filter.NoiseFilter().is_noise(line)
 
 
-@pytest.mark.parametrize(
-    ("before", "line"),
+@for_each(
+    "before, line",
     [
         (
             "\r 1/10 \x1b[32m━\x1b[0m - loss: 1.7163e-04",

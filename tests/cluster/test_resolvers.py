@@ -7,6 +7,7 @@ from keras_psplus.all_reduce import startup
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery import resolvers
 from keras_psplus.tf_internals import slurm_cluster_resolver
+from tests.support.tables import for_each
 
 SPEC = tf.train.ClusterSpec({"worker": ["a:1", "b:1"]})
 SLURM = {
@@ -49,7 +50,7 @@ def test_slurms_resolver(slurm):
     assert (task.name, task.address) == ("worker-1", "n2:8888")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "task", [{}, {"task_type": "worker"}, {"task_type": "worker", "task_id": 2}, {"task_type": "x"}]
 )
 def test_a_resolver_that_names_no_task(task):
@@ -57,8 +58,8 @@ def test_a_resolver_that_names_no_task(task):
         resolvers.task_of(simple(**task))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "message"),
+@for_each(
+    "gpus, message",
     [
         (0, "cannot tell the cluster: ValueError: .*fails on nodes without GPUs"),
         (1, "worker-1 is at n2:8888, but it is on n10.*n10 comes before n2"),

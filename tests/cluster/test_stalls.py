@@ -7,6 +7,7 @@ import pytest
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.stalls import Inspector, PendingWait, WarningSchedule
 from keras_psplus.log import logger
+from tests.support.tables import for_each
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_none_is_never(lines):
     assert not WarningSchedule(None).is_due(1e9)
 
 
-@pytest.mark.parametrize("value", [0, -1, "60", True, float("nan")])
+@for_each("value", [0, -1, "60", True, float("nan")])
 def test_a_wrong_limit_is_refused(value):
     with pytest.raises(ValueError, match="`stall_warning` must be .* Received: stall_warning="):
         stalls.check_stall_warning(value)

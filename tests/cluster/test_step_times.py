@@ -9,6 +9,7 @@ import pytest
 
 from keras_psplus.cluster.monitor.connections import PeerConnections
 from keras_psplus.cluster.monitor.step_times import StepTimes, apart, slowest, unpacked
+from tests.support.tables import for_each
 
 ALIKE = StepTimes(steps=10, seconds=0.3, data=0.05, link=0.05)
 
@@ -17,8 +18,8 @@ def workers(*changes):
     return {f"worker-{i}": dataclasses.replace(ALIKE, **each) for i, each in enumerate(changes)}
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
+@for_each(
+    "change, cause",
     [
         ({"seconds": 0.5}, "compute"),
         ({"seconds": 0.5, "data": 0.25}, "data"),
@@ -35,7 +36,7 @@ def test_the_cause(change, cause):
     assert str(found).startswith("worker-1, 1.7 times the median worker's step, by ")
 
 
-@pytest.mark.parametrize("change", [{}, {"seconds": 0.38}, {"wait": 0.2}, {"steps": 0}])
+@for_each("change", [{}, {"seconds": 0.38}, {"wait": 0.2}, {"steps": 0}])
 def test_workers_that_are_alike(change):
     assert slowest(workers({}, {}, change)) is None
     assert slowest({}) is None

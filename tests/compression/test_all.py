@@ -5,14 +5,19 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from tests.compression.common import ALL, at, bytes_of, round_trip
+from tests.compression.common import ALL, FEW, REST, at, bytes_of, round_trip
+from tests.support.tables import for_each
+from tests.support.tiers import extended
 
 SHAPES = [(40, 30), (33,), (1,), (), (0,), (3, 0)]
-each = pytest.mark.parametrize("compressor", ALL, ids=repr)
+BAD = np.nan, np.inf, -np.inf
+each = for_each("compressor", ALL)
+# The first ones take all paths.
+in_graphs = pytest.mark.parametrize("compressor", [*FEW, *extended(*REST)], ids=repr)
 
 
 @each
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@for_each("dtype", ["float32", "float16", "bfloat16"])
 def test_shapes_dtypes_and_bytes(compressor, dtype):
     for shape in SHAPES:
         tensor = tf.cast(tf.random.stateless_normal(shape, [1, 2]), dtype)
@@ -35,21 +40,20 @@ def test_zeros_stay_zeros(compressor):
 
 
 @each
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_arrives_and_leaves_no_trace(compressor, bad):
-    for place in (0, 0), (17, 5), (39, 29):
-        tensor = np.ones([40, 30], "f4")
-        _, state = round_trip(compressor, tensor)
-        tensor[place] = bad
-        decoded, after = round_trip(compressor, tensor, state, step=1)
+def test_what_is_not_finite_arrives_and_leaves_no_trace(compressor):
+    tensor = np.ones([40, 30], "f4")
+    _, state = round_trip(compressor, tensor)
+    for bad, place in zip(BAD, ((0, 0), (17, 5), (39, 29))):
+        wrong = tensor.copy()
+        wrong[place] = bad
+        decoded, after = round_trip(compressor, wrong, state, step=1)
         assert not np.isfinite(decoded).all()
-        decoded, _ = round_trip(compressor, np.ones([40, 30], "f4"), after, step=2)
+        decoded, _ = round_trip(compressor, tensor, after, step=2)
         assert np.isfinite(decoded).all()
 
 
-@each
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_arrives_in_graphs(compressor, bad):
+@in_graphs
+def test_what_is_not_finite_arrives_in_graphs(compressor):
     """Which TensorFlow rewrites, such as `not x <= y` to `x > y`: NaN is the one, not the other."""
     # As many as are not sorted as they are, and some that fill no word.
     shape = [367, 211]
@@ -61,16 +65,16 @@ def test_what_is_not_finite_arrives_in_graphs(compressor, bad):
 
     tensor = np.random.default_rng(0).normal(size=shape).astype("f4")
     _, state = in_graph(tensor, compressor.init(shape, tf.float32), at(0))
-    for place in (0, 0), (170, 50), (366, 210):
-        wrong = tensor.copy()
-        wrong[place] = bad
-        decoded, after = in_graph(tf.constant(wrong), state, at(1))
-        assert not np.isfinite(decoded).all()
-        for old, new in zip(tf.nest.flatten(state), tf.nest.flatten(after)):
-            np.testing.assert_array_equal(old, new)
+    for bad in BAD:
+        for place in (0, 0), (170, 50), (366, 210):
+            wrong = tensor.copy()
+            wrong[place] = bad
+            decoded, after = in_graph(tf.constant(wrong), state, at(1))
+            assert not np.isfinite(decoded).all()
+            tf.nest.map_structure(np.testing.assert_array_equal, after, state)
 
 
-@each
+@in_graphs
 def test_graphs_give_the_same_as_eager_calls(compressor):
     tensor = tf.random.stateless_normal([40, 30], [3, 4])
     state = compressor.init(tensor.shape, tensor.dtype)
@@ -90,31 +94,35 @@ def test_graphs_give_the_same_as_eager_calls(compressor):
             np.testing.assert_allclose(ours, theirs, atol=1e-3)
 
 
-@each
-@pytest.mark.parametrize("row_shape", [(6,), (4, 10)])
-def test_rows_of_indexed_slices(compressor, row_shape):
+@in_graphs
+def test_rows_of_indexed_slices(compressor):
     """As an embedding's gradient comes: any number of rows, indices beside them."""
+    for row_shape in (6,), (4, 10):
 
-    @tf.function(input_signature=[tf.TensorSpec([None, *row_shape]), tf.TensorSpec([], tf.int64)])
-    def in_graph(values, step):
-        payload = compressor.encode_rows(values, step)
-        return payload, compressor.decode_rows(payload, row_shape, tf.float32, step)
+        @tf.function(
+            input_signature=[tf.TensorSpec([None, *row_shape]), tf.TensorSpec([], tf.int64)]
+        )
+        def in_graph(values, step, row_shape=row_shape):
+            payload = compressor.encode_rows(values, step)
+            return payload, compressor.decode_rows(payload, row_shape, tf.float32, step)
 
-    values = tf.random.stateless_normal([5, *row_shape], [5, 6])
-    payload, decoded = in_graph(values, at(1))
-    assert decoded.shape == values.shape
-    assert bytes_of(payload) == 5 * compressor.row_bytes(row_shape, "float32", 1)
-    assert all(part.shape[0] == 5 for part in payload)
-    # Each row is what it would be by itself, but for random rounding.
-    if not getattr(compressor, "stochastic", False):
-        np.testing.assert_array_equal(in_graph(values[2:3], at(1))[1], decoded[2:3])
-    bad = tf.tensor_scatter_nd_update(tf.reshape(values, [5, -1]), [[3, 1]], [np.float32(np.nan)])
-    arrived = in_graph(tf.reshape(bad, values.shape), at(1))[1].numpy()
-    assert [np.isfinite(row).all() for row in arrived] == [True, True, True, False, True]
-    assert in_graph(values[:0], at(1))[1].shape == (0, *row_shape)
+        values = tf.random.stateless_normal([5, *row_shape], [5, 6])
+        payload, decoded = in_graph(values, at(1))
+        assert decoded.shape == values.shape
+        assert bytes_of(payload) == 5 * compressor.row_bytes(row_shape, "float32", 1)
+        assert all(part.shape[0] == 5 for part in payload)
+        # Each row is what it would be by itself, but for random rounding.
+        if not getattr(compressor, "stochastic", False):
+            np.testing.assert_array_equal(in_graph(values[2:3], at(1))[1], decoded[2:3])
+        bad = tf.tensor_scatter_nd_update(
+            tf.reshape(values, [5, -1]), [[3, 1]], [np.float32(np.nan)]
+        )
+        arrived = in_graph(tf.reshape(bad, values.shape), at(1))[1].numpy()
+        assert [np.isfinite(row).all() for row in arrived] == [True, True, True, False, True]
+        assert in_graph(values[:0], at(1))[1].shape == (0, *row_shape)
 
 
-@pytest.mark.parametrize("compressor", [c for c in ALL if c.supports_reduce_scatter], ids=repr)
+@for_each("compressor", [c for c in ALL if c.supports_reduce_scatter])
 def test_payloads_of_workers_are_rows_of_one(compressor):
     """What a quantised all-reduce relies on: gathered payloads are decoded together."""
     inner = getattr(compressor, "inner", compressor)

@@ -1,9 +1,9 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
 from tests.compression.common import REDUCIBLE, at, on_workers
+from tests.support.tables import for_each
 
 WORKERS = 3
 
@@ -15,7 +15,7 @@ def gradients(step):
     )
 
 
-@pytest.mark.parametrize("compressor", REDUCIBLE, ids=repr)
+@for_each("compressor", REDUCIBLE)
 def test_the_mean_is_the_same_on_all_workers(compressor):
     states = [compressor.init([40, 30], tf.float32)] * WORKERS
     arrived, sent = 0, 0
@@ -36,7 +36,7 @@ def test_the_mean_is_the_same_on_all_workers(compressor):
         np.testing.assert_allclose(arrived + residual, sent, atol=1e-4)
 
 
-@pytest.mark.parametrize("compressor", REDUCIBLE, ids=repr)
+@for_each("compressor", REDUCIBLE)
 def test_one_workers_nan_reaches_all(compressor):
     tensors = gradients(0).numpy()
     tensors[1, 3, 4] = np.nan
@@ -91,8 +91,3 @@ def test_the_first_steps_are_averaged_whole():
     assert np.linalg.matrix_rank(average(at(4))[1]) == 2
     # All shapes are static, and nothing travels whole that need not.
     assert sorted(shapes) == sorted([[(40, 30)], *[[(40, 2)], [(30, 2)]] * 2])
-
-
-def test_payloads_that_cannot_be_averaged_are_refused():
-    with pytest.raises(ValueError, match="reducible compressor .* Received: Int8"):
-        compression.Int8().mean(tf.ones([3]), (), at(0), lambda tensors: tensors)

@@ -1,8 +1,7 @@
 import re
 
-import pytest
-
 from keras_psplus import compression
+from tests.support.tables import for_each
 
 INT8, SIGN, TOPK = compression.Int8(), compression.Sign(), compression.TopK(0.1)
 BY_VARIABLE = compression.ByVariable(
@@ -11,7 +10,7 @@ BY_VARIABLE = compression.ByVariable(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path, expected",
     [
         ("model/word/embeddings", None),
@@ -41,15 +40,3 @@ def test_small_variables_vectors_and_integers_are_left_alone():
 def test_it_asks_the_one_it_has_chosen():
     powersgd = compression.ByVariable({"*": compression.PowerSGD(64)})
     assert powersgd.for_variable("w", [100, 100], "float32") is None
-
-
-@pytest.mark.parametrize("patterns", [{"*": "int8"}, {1: INT8}])
-def test_other_patterns_and_compressors_are_refused(patterns):
-    with pytest.raises(ValueError, match="a pattern must .* Received: "):
-        compression.ByVariable(patterns)
-
-
-@pytest.mark.parametrize("patterns", [["int8"], "int8", None])
-def test_patterns_are_a_dict(patterns):
-    with pytest.raises(ValueError, match="`patterns` must be a dict .* Received: patterns="):
-        compression.ByVariable(patterns)

@@ -1,12 +1,12 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
 from tests.compression.common import at, bytes_of, on_workers, round_trip
+from tests.support.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name, kind, option",
     [
         ("bf16", compression.Cast, ("dtype", "bfloat16")),
@@ -34,32 +34,6 @@ def test_compressors_none_and_dicts():
     assert compression.get(int8) is int8
     by_variable = compression.get({"*kernel": "powersgd:2", "*": int8, "*bias": None})
     assert by_variable.for_variable("a/kernel", [100, 100], "float32").rank == 2
-
-
-@pytest.mark.parametrize(
-    "identifier",
-    ["", "int7", "topk", "topk:", "topk:few", "topk:0.1:2", "powersgd", "powersgd:1.5", "bf16:2", 8]
-    + ["factors:", "factors:int8", "factors:4", "factors:bf16:2"]
-    + [compression.Int8, {"*": "int7"}, ["int8"]],
-)
-def test_anything_else_is_refused_with_what_is_allowed(identifier):
-    with pytest.raises(ValueError, match='`compression.*` must be "bf16".* Received: compression'):
-        compression.get(identifier)
-
-
-def test_the_message_names_the_argument_that_was_given():
-    message = r"^`pull` must be this or that. Received: pull='gzip'$"
-    with pytest.raises(ValueError, match=message):
-        compression.get("gzip", "pull", "this or that")
-    message = r"^`pull\['a\*'\]` must be this or that. Received: pull\['a\*'\]='gzip'$"
-    with pytest.raises(ValueError, match=message):
-        compression.get({"a*": "gzip"}, "pull", "this or that")
-
-
-@pytest.mark.parametrize("identifier", ["topk:0", "topk:nan", "randomk:2", "powersgd:0", "int8:0"])
-def test_numbers_are_checked(identifier):
-    with pytest.raises(ValueError, match="must be .* Received: "):
-        compression.get(identifier)
 
 
 class Half(compression.Compressor):

@@ -1,31 +1,22 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus.compression.sparse import indices as two_bytes
-from tests.compression.common import bytes_of, few
+from tests.compression.common import bytes_of, few, use_gpus
+from tests.support.tables import for_each
 
 STRETCH = 1 << 16
 # Of one stretch, one more element, and stretches of which some are empty.
 SIZES = [1, 300, STRETCH, STRETCH + 1, 5 * STRETCH - 7, 40 * STRETCH]
-ON_A_GPU = [False, True]
 
 
-@pytest.fixture
-def gpus(request, monkeypatch):
-    devices = [tf.config.LogicalDevice("/device:GPU:0", "GPU")] * request.param
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
+@for_each("gpus", [0, 1])
+@for_each("size", SIZES)
+def test_indices_come_back(gpus, size, monkeypatch):
+    use_gpus(monkeypatch, gpus)
 
-
-def there_and_back(indices, size):
-    return two_bytes.decode_indices_u16(*two_bytes.encode_indices_u16(indices, size))
-
-
-@pytest.mark.parametrize("gpus", ON_A_GPU, indirect=True)
-@pytest.mark.parametrize("size", SIZES)
-def test_indices_come_back(gpus, size):
     @given(st.data())
     @few
     def check(data):
@@ -41,13 +32,14 @@ def test_indices_come_back(gpus, size):
     check()
 
 
-@pytest.mark.parametrize("gpus", ON_A_GPU, indirect=True)
-@pytest.mark.parametrize("size", SIZES[2:])
-def test_numbers_of_rows_and_indices_may_be_unknown(gpus, size):
+@for_each("gpus", [0, 1])
+@for_each("size", SIZES[2:])
+def test_numbers_of_rows_and_indices_may_be_unknown(gpus, size, monkeypatch):
+    use_gpus(monkeypatch, gpus)
     rng = np.random.default_rng(0)
     indices = np.sort([rng.choice(size, 1000, replace=False) for _ in range(2)]).astype("int32")
     function = tf.function(
-        lambda indices: there_and_back(indices, size),
+        lambda found: two_bytes.decode_indices_u16(*two_bytes.encode_indices_u16(found, size)),
         input_signature=[tf.TensorSpec([None, None], tf.int32)],
     )
     np.testing.assert_array_equal(function(indices), indices)

@@ -3,8 +3,9 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.compression.sparse import indices
-from tests.compression.common import ALL
+from tests.compression.common import ALL, use_gpus
 from tests.gpu import kernels
+from tests.support.tables import for_each
 
 pytestmark = pytest.mark.skipif(
     not kernels.are_registered(), reason="this TensorFlow was built without GPU kernels"
@@ -13,9 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """For which compressors choose other operations."""
-    device = tf.config.LogicalDevice("/device:GPU:0", "GPU")
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [device])
+    use_gpus(monkeypatch, 1)
 
 
 def functions_of(graph):
@@ -31,9 +30,8 @@ def for_processors_only(function, *specs):
     return {op.type for op in ops if kernels.kernel_for(op) is None}
 
 
-@pytest.mark.parametrize("shape", [[40, 30], [400, 300]], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("compressor", ALL, ids=repr)
+@for_each("dtype, shape", [("bfloat16", [40, 30]), ("float32", [400, 300])])
+@for_each("compressor", ALL)
 def test_every_op_has_a_kernel_for_gpus(compressor, dtype, shape):
     """No GPU is needed to ask; where there is none, TensorFlow would fall back to the CPU."""
 

@@ -1,12 +1,12 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
 from keras_psplus.compression.factors.low_rank import gram_schmidt
-from tests.compression.common import few, round_trip
+from tests.compression.common import few, round_trip, use_gpus
+from tests.support.tables import for_each
 
 
 def matrix(rows, columns, rank, seed=0):
@@ -67,7 +67,7 @@ def test_what_is_not_worth_it_is_sent_whole():
     )
 
 
-@pytest.mark.parametrize("rank, ratio", [(1, 243), (2, 136), (4, 72)])
+@for_each("rank, ratio", [(1, 243), (2, 136), (4, 72)])
 def test_the_papers_ratios_for_resnet18(rank, ratio):
     """Table 11 of the paper: ResNet-18 for CIFAR-10, biases and normalisation sent whole."""
     kernels, channels = [(3, 3, 3, 64)], [64]
@@ -102,40 +102,19 @@ def test_convolutions_are_matrices_of_their_last_axis():
     np.testing.assert_allclose(decoded, kernel, atol=1e-4)
 
 
-def test_options_are_checked():
-    for rank in 0, -1, 1.5, "4":
-        with pytest.raises(ValueError, match="`rank` must be an int from 1 up. Received: rank="):
-            compression.PowerSGD(rank)
-    with pytest.raises(ValueError, match="Received: min_compression_rate=-1"):
-        compression.PowerSGD(1, min_compression_rate=-1)
-    with pytest.raises(ValueError, match="Received: start_step=-1"):
-        compression.PowerSGD(1, start_step=-1)
-
-
 def test_states_start_alike_on_all_workers():
     first, second = (compression.PowerSGD(2).init([30, 30], tf.float32) for _ in range(2))
     np.testing.assert_array_equal(first["q"], second["q"])
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """As if there were some; all is computed on the CPU."""
-
-    def use(number):
-        devices = [tf.config.LogicalDevice("/device:GPU:0", "GPU")] * number
-        monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: devices)
-
-    return use
-
-
-@pytest.mark.parametrize("rank", [1, 4, 32])
-@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e4])
-def test_gpus_compute_the_same_without_a_qr_decomposition(rank, scale, gpus):
+@for_each("rank", [1, 4, 32])
+@for_each("scale", [1e-5, 1.0, 1e4])
+def test_gpus_compute_the_same_without_a_qr_decomposition(rank, scale, monkeypatch):
     powersgd = compression.PowerSGD(rank, min_compression_rate=0)
     steps = [scale * (matrix(70, 50, 45, i) + 1) for i in range(4)]
     results = []
     for number in 0, 1:
-        gpus(number)
+        use_gpus(monkeypatch, number)
         state, results = None, [*results, []]
         for step, array in enumerate(steps):
             decoded, state = round_trip(powersgd, array, state, step)
@@ -162,8 +141,8 @@ def test_zeros_stand_for_dependent_columns():
     np.testing.assert_allclose(kept.T @ kept, np.eye(2), atol=1e-6)
 
 
-def test_gpus_keep_all_columns_after_gradients_of_lower_rank(gpus):
-    gpus(1)
+def test_gpus_keep_all_columns_after_gradients_of_lower_rank(monkeypatch):
+    use_gpus(monkeypatch, 1)
     powersgd = compression.PowerSGD(4, min_compression_rate=0)
     for lower in 0, 1, 3:
         decoded, state = round_trip(powersgd, matrix(40, 30, lower))

@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras_psplus import compression
 from keras_psplus.compression.factors import outer_products
 from tests.compression.common import at
+from tests.support.tables import for_each
 
 ROWS, COLUMNS = 48, 56
 # The first is worth it, the second is not.
@@ -24,8 +25,8 @@ def matrices(*shapes):
     return [tf.TensorSpec(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("known", [True, False])
+@for_each("inner", INNER)
+@for_each("known", [True, False])
 def test_a_sum_is_what_its_parts_add_up_to(inner, known):
     matrix, left, right = numbers(ROWS, COLUMNS), numbers(inner, ROWS), numbers(inner, COLUMNS)
     q, p = numbers(COLUMNS, 3), numbers(ROWS, 3)
@@ -93,7 +94,7 @@ def test_factors_wait_for_what_their_product_waits_for():
     traced(check, *matrices([2, 3], [2, 3]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         lambda a, b: tf.matmul(a, b, transpose_b=True),
@@ -140,8 +141,8 @@ def averaged(feedback, lefts, rights, states, step):
         means = [sum(parts) / len(parts) for parts in zip(*asked)]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("times", [1, 3])
+@for_each("inner", INNER)
+@for_each("times", [1, 3])
 def test_powersgd_makes_the_same_of_factors(inner, times, monkeypatch):
     feedback = compression.ErrorFeedback(compression.PowerSGD(2)).times(times)
 
@@ -160,8 +161,10 @@ def test_powersgd_makes_the_same_of_factors(inner, times, monkeypatch):
         return [mean, *tf.nest.flatten(states)]
 
     from_factors = trained()
-    monkeypatch.setattr(outer_products, "find_outer_product", lambda tensor: None)
-    for one, other in zip(from_factors, trained(), strict=True):
+    with monkeypatch.context() as patch:
+        patch.setattr(outer_products, "find_outer_product", lambda tensor: None)
+        expected = trained()
+    for one, other in zip(from_factors, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
 
 
@@ -203,7 +206,7 @@ class Added(compression.ErrorFeedback):
         return 2 * super().add(tensor, state)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "feedback",
     [
         compression.ErrorFeedback(Clipped(2)),
@@ -249,8 +252,8 @@ def test_small_matrices_are_sent_whole():
     np.testing.assert_allclose(payload, left.T @ right, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("inner", INNER)
+@for_each("bad", [np.nan, np.inf])
+@for_each("inner", INNER)
 def test_what_is_not_finite_comes_out_and_leaves_the_state(bad, inner):
     feedback = compression.ErrorFeedback(compression.PowerSGD(2))
     before = feedback.init([ROWS, COLUMNS], "float32")

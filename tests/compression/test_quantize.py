@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,12 +57,3 @@ def test_thirty_two_signs_make_a_word():
     assert (words.dtype, words.shape, scales.shape) == (tf.int32, (1, 10), (1, 1))
     packed = np.packbits(signs > 0, bitorder="little").view("<i4")
     np.testing.assert_array_equal(words[0], packed)
-
-
-@pytest.mark.parametrize("block_size", [0, -32, 1.5, "64"])
-def test_block_sizes_are_checked(block_size):
-    for kind in compression.Int8, compression.Sign:
-        with pytest.raises(ValueError, match="`block_size` must be .* Received: block_size="):
-            kind(block_size)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        compression.Sign(33)

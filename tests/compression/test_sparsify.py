@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +7,7 @@ from keras_psplus import compression
 from keras_psplus.compression.sparse.bisection import nth_largest, ordered_bits
 from keras_psplus.compression.sparse.top_k import top_k
 from tests.compression.common import arrays, at, bytes_of, few, round_trip
+from tests.support.tables import for_each
 
 
 @given(arrays(), st.floats(0.01, 1))
@@ -33,21 +33,18 @@ def test_what_all_workers_send_is_added_up_at_once():
     np.testing.assert_allclose(topk.add_rows(joined, [8, 5], 0), sum(decoded), rtol=1e-6)
 
 
-@pytest.mark.parametrize("place", [12345, 300_002])
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_what_is_not_finite_is_among_the_largest_of_many(wrong, place, in_graph):
-    values = np.random.default_rng(0).normal(size=[1, 300_003]).astype("f4")
-    values[0, place] = wrong
-    find = tf.function(top_k) if in_graph else top_k
-    found, indices = find(tf.constant(values), 3000)
-    assert (np.diff(indices) > 0).all()
-    assert place in indices.numpy()
-    np.testing.assert_array_equal(found[0], values[0, indices[0].numpy()])
+@for_each("find", [top_k, tf.function(top_k)])
+def test_what_is_not_finite_is_among_the_largest_of_many(find):
+    for wrong, place in (np.nan, 12345), (np.inf, 300_002), (-np.inf, 12345), (np.nan, 300_002):
+        values = np.random.default_rng(0).normal(size=[1, 300_003]).astype("f4")
+        values[0, place] = wrong
+        found, indices = find(tf.constant(values), 3000)
+        assert (np.diff(indices) > 0).all()
+        assert place in indices.numpy()
+        np.testing.assert_array_equal(found[0], values[0, indices[0].numpy()])
 
 
-@pytest.mark.parametrize("size", [300_000, 300_007])
-@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.995, 1.0])
+@for_each("zeros, size", [(0.0, 300_007), (0.5, 300_000), (0.995, 300_007), (1.0, 300_000)])
 def test_the_largest_of_many_are_the_same_without_sorting(zeros, size):
     rng = np.random.default_rng(0)
     values = rng.normal(size=[1, size]).astype("f4")
@@ -112,22 +109,6 @@ def test_unbiased_scaling_saturates_float16():
     array = tf.constant([6e4] * 8, tf.float16)
     decoded, _ = round_trip(compression.RandomK(0.25, unbiased=True), array)
     assert np.isfinite(decoded).all()
-
-
-@pytest.mark.parametrize("density", [0, -0.1, 1.1, "0.1", None])
-def test_densities_are_checked(density):
-    for kind in compression.TopK, compression.RandomK:
-        with pytest.raises(ValueError, match=r"`density` must be in \(0, 1\]. Received: density="):
-            kind(density)
-
-
-def test_other_options_are_checked():
-    with pytest.raises(ValueError, match="Received: steps_per_epoch=None"):
-        compression.TopK(0.1, warmup_epochs=4)
-    with pytest.raises(ValueError, match="Received: momentum_correction=1.0"):
-        compression.TopK(0.1, momentum_correction=1.0)
-    with pytest.raises(ValueError, match="choose one. Received: unbiased=True"):
-        compression.RandomK(0.1, unbiased=True, error_feedback=True)
 
 
 @given(arrays(max_dims=1), st.data())

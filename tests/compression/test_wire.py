@@ -1,8 +1,8 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
+from tests.support.tables import for_each
 
 DTYPES = ["int8", "uint8", "uint16", "float16", "bfloat16", "int32", "float32", "int64", "float64"]
 
@@ -11,7 +11,7 @@ def bits(tensor):
     return tf.bitcast(tensor, tf.uint8).numpy() if tensor.dtype.size > 1 else tensor.numpy()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@for_each("rows", [1, 3])
 def test_every_bit_arrives(rows):
     rng = np.random.default_rng(0)
     payload = []

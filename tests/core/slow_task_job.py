@@ -68,7 +68,7 @@ def main():
         layers = [Late(seconds["compute"]), keras.layers.Dense(SIZE)]
         if is_pipeline:
             layers = [keras.layers.Dense(SIZE, name=name) for name in ("first", "last")]
-            layers.insert(1, Busy(200 if cause == "compute" else 0, "busy"))
+            layers.insert(1, Busy(80 if cause == "compute" else 0, "busy"))
         model = keras.Sequential([keras.Input((SIZE,)), *layers])
         model.compile("sgd", "mse")
     rows = np.ones((STEPS * 8, SIZE), "float32")

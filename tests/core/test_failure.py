@@ -1,8 +1,13 @@
-"""Which line of TensorFlow's errors says what has happened."""
+"""The line of TensorFlow's errors that says what has happened, and ends that others are told of."""
+
+import sys
 
 import pytest
 
-from keras_psplus.core.jobs import failure
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.process import exit_code
+from keras_psplus.core.jobs import error_report, failure
+from tests.support.tables import for_each
 
 SAYS = "ps-0 (localhost:1): no answer in time; it hangs, or the link is too slow"
 WHERE = """Graph execution error:
@@ -14,7 +19,7 @@ Detected at node StatefulPartitionedCall defined at (most recent call last):
 """
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text, line",
     [
         (SAYS, SAYS),
@@ -32,3 +37,19 @@ Detected at node StatefulPartitionedCall defined at (most recent call last):
 )
 def test_the_line_that_says_it(text, line):
     assert failure._first_line(RuntimeError(text)) == line
+
+
+@pytest.mark.parametrize(
+    "code, is_cause, told",
+    [(3, True, True), ("no", True, True), (0, True, False), (3, False, False)],
+)
+def test_others_are_told_of_an_exit_code_of_failure(code, is_cause, told, monkeypatch):
+    messages = []
+    monkeypatch.setattr(error_report, "report", lambda message, post: messages.append(message))
+    monkeypatch.setattr(error_report, "_reported_at", None)
+    monkeypatch.setattr(exit_code.EXITS, "codes", [0, code])
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    task = TaskConfig({"worker": ("h:1", "h:2")}, "worker", 1)
+    error_report._at_exit(task, lambda: is_cause, None)
+    message = f"worker-1 (h:2) has ended early. Received: exit code {code}"
+    assert messages == ([f"{error_report.ENDED}{message}"] if told else [])

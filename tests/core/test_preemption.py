@@ -1,6 +1,6 @@
 """Workers that are told to end agree on the batch after which they save."""
 
-import os
+import itertools
 import random
 import signal
 import subprocess
@@ -15,6 +15,8 @@ import pytest
 from keras_psplus.cluster.process import termination
 from keras_psplus.core.backup import fit_progress
 from keras_psplus.core.jobs import preemption
+from tests.support.jobs import WITHOUT_TENSORFLOW, environment
+from tests.support.tables import for_each
 
 
 class Store:
@@ -87,8 +89,7 @@ def saved_after(workers, told, alone, seed):
     return found
 
 
-@pytest.mark.parametrize("alone", [1, 3])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("alone, seed", itertools.product([1, 3], range(4)))
 def test_all_workers_save_after_the_same_batch(alone, seed):
     numbers = random.Random(seed)
     workers = numbers.choice([2, 3, 4])
@@ -149,7 +150,9 @@ def test_a_fit_without_a_backup_ends_at_once_but_inside_of_one_that_has_it(monke
     assert line.startswith("worker-1 was told to end (SIGTERM) and ends with nothing saved")
 
 
-SOURCE = """
+SOURCE = (
+    WITHOUT_TENSORFLOW
+    + """
 import ctypes, os, signal, sys, threading, time
 from keras_psplus.cluster.process.termination import SIGNAL
 
@@ -168,6 +171,7 @@ for i, source in enumerate(sys.argv[1:]):
         os._exit(0)
     print(i, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+)
 # By name: a script, and the exit code of its process, or the signal that ends it.
 SCRIPTS = {
     "once": ("SIGNAL.watch(); me(); os._exit(7 if SIGNAL.is_noted else 0)", 7),
@@ -238,21 +242,11 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exit_codes():
+@pytest.mark.processes
+def test_a_process_that_is_told_to_end():
     scripts = [script for script, _ in SCRIPTS.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", SOURCE, *scripts],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = [sys.executable, "-c", SOURCE, *scripts]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return dict(zip(SCRIPTS, (int(line.split()[1]) for line in done.stdout.splitlines())))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_process_that_is_told_to_end(name, exit_codes):
-    assert exit_codes[name] == SCRIPTS[name][1]
+    found = dict(zip(SCRIPTS, (int(line.split()[1]) for line in done.stdout.splitlines())))
+    assert found == {name: code for name, (_, code) in SCRIPTS.items()}

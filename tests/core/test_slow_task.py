@@ -2,32 +2,29 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from keras_psplus.chaos import netlab
 from tests.cluster.test_trace import check
+from tests.support.jobs import launch
+from tests.support.tiers import extended
 
+pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
 
 
 def run(folder, kind, cause, *flags):
     """Returns the output of a job and the `step_times` lines of its JSON log."""
     log = folder / "log.jsonl"
-    flags = [f"--json_log={log}", f"--log_dir={folder}/logs", "--timeout=400", *flags]
-    command = [sys.executable, "-m", "keras_psplus", "run", *flags, str(JOB), kind, cause]
-    root = JOB.parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=420)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output = launch(f"--json_log={log}", f"--log_dir={folder}/logs", *flags, JOB, kind, cause)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     # Those of the step that is traced are left out.
     assert any(line["parts"] for line in lines if line["event"] == "steps")
-    return done.stdout + done.stderr, [line for line in lines if line["event"] == "step_times"]
+    return output, [line for line in lines if line["event"] == "step_times"]
 
 
-@pytest.mark.parametrize("cause", ["data", "compute"])
+@pytest.mark.parametrize("cause", ["data", *extended("compute")])
 def test_all_reduce(cause, tmp_path):
     output, lines = run(tmp_path, "MultiWorkerMirroredStrategy", cause, "--workers=2")
     assert [line["epoch"] for line in lines] == [1, 2]
@@ -41,7 +38,9 @@ def test_all_reduce(cause, tmp_path):
     assert "slowest: worker-1" in output and f"by {cause}" in output
 
 
-@pytest.mark.parametrize(("cause", "task"), [("compute", "worker-1"), ("data", "chief-0")])
+@pytest.mark.parametrize(
+    ("cause", "task"), [("compute", "worker-1"), *extended(("data", "chief-0"))]
+)
 def test_a_pipeline(cause, task, tmp_path):
     trace = tmp_path / "trace.json"
     flags = "--workers=2", "--chief", f"--trace={trace}", "--trace_steps=2"
@@ -72,6 +71,7 @@ def test_a_pipeline(cause, task, tmp_path):
     assert first["forward 0"]["ts"] < last["forward 0"]["ts"]
 
 
+@pytest.mark.extended
 def test_a_slow_link(tmp_path):
     problem = netlab.why_not(delay=1e-3)
     if problem is not None:

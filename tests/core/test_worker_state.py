@@ -12,6 +12,7 @@ from keras_psplus.core.state import array_file
 from keras_psplus.core.state.waiting_values import WaitingValues
 from keras_psplus.core.state.worker_files import WorkerFiles
 from keras_psplus.core.state.worker_state import WorkerState
+from tests.support.tables import for_each
 
 FORMS = {"a": (tf.TensorShape([2]), tf.float32), "b": (tf.TensorShape([]), tf.int64)}
 VALUES = {"a": np.array([1, 2], "float32"), "b": np.array(3)}
@@ -105,8 +106,8 @@ def test_names_say_whose_the_state_is(kept):
     assert_equal(kept.state_dict(scaled), state)
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
+@for_each(
+    "state, message",
     [
         ([1], r"a dict of arrays by names. Received: state=\[1\]"),
         ({1: 2}, "Received: a state with 1"),

@@ -2,10 +2,11 @@
 
 import ast
 import dataclasses
-import pathlib
+import functools
 import re
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests import structure
+
 # Calls of loggers that warn, and those that tell what is going on.
 _WARNS = {"warn_once", "warning", "warn", "error", "exception"}
 _NOT_OURS = {"NotImplementedError", "StopIteration", "AssertionError", "SystemExit"}
@@ -25,6 +26,7 @@ class Message:
     text: str
 
 
+@functools.cache
 def all_messages():
     """Returns the texts of errors that are raised, of warnings, and what ends as errors do.
 
@@ -41,11 +43,11 @@ def all_literals():
 
 def _all(texts_of):
     found = {}
-    for path in sorted((ROOT / "keras_psplus").rglob("*.py")):
-        for node in _nodes(ast.parse(path.read_text())):
+    for path, tree in structure.trees().items():
+        for node in _nodes(tree):
             for text in texts_of(node):
                 shown = " ".join(re.sub(f"{_GAP}+", "...", text).split())
-                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                where = f"{path.relative_to(structure.ROOT)}:{node.lineno}"
                 found.setdefault((path, shown), Message(where, shown))
     return [message for message in found.values() if re.search("[a-z]{2}", message.text)]
 

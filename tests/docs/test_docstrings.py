@@ -7,10 +7,9 @@ import importlib
 import inspect
 import re
 
-import pytest
-
 import keras_psplus
 from tests.docs import docstrings, pages
+from tests.support.tables import for_each
 
 MODULES = [
     "keras_psplus",
@@ -56,7 +55,7 @@ OBJECTS = dict(public())
 AS_KERAS = "keras_psplus.engine.Engine."
 
 
-@pytest.mark.parametrize("name", OBJECTS)
+@for_each("name", OBJECTS)
 def test_has_a_docstring_with_args(name):
     found = OBJECTS[name]
     text = inspect.getdoc(found)  # of a method that replaces another, also the other's
@@ -101,7 +100,7 @@ def test_first_lines_name_things():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "line, fault",
     [
         ("Duplicate rows in IndexedSlices.", None),

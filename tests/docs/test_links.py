@@ -1,12 +1,15 @@
-"""Every link within README.md and docs/*.md leads somewhere, in the repository and on the site."""
+"""Every link within README.md and docs/*.md leads somewhere, in the repository and on the site.
+
+Tables end where they should.
+"""
 
 import functools
 import re
 
 import markdown
-import pytest
 
 from tests.docs import pages
+from tests.support.tables import for_each
 
 DOCS = pages.ROOT / "docs"
 
@@ -38,7 +41,7 @@ def links(page):
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+@for_each("page", pages.PAGES)
 def test_links_lead_somewhere(page):
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -51,6 +54,18 @@ def test_links_lead_somewhere(page):
             site, github = anchors(target)
             assert anchor in site, (link, sorted(site))
             assert anchor in github, (link, sorted(github))
+
+
+@for_each("page", pages.PAGES)
+def test_an_empty_line_ends_each_table(page):
+    """A line right behind a table would be a row of it."""
+    lines = [*page.read_text().splitlines(), ""]
+    fenced = False
+    for number, (line, following) in enumerate(zip(lines, lines[1:]), 1):
+        fenced ^= line.lstrip().startswith("```")
+        if line.lstrip().startswith("|") and not fenced:
+            end = not following.strip() or following.lstrip().startswith("|")
+            assert end, f"{page.name}:{number}: a table goes on with {following!r}"
 
 
 def test_there_are_links_with_and_without_anchors():

@@ -7,6 +7,7 @@ import pytest
 
 import keras_psplus  # noqa: F401
 from tests.docs import pages
+from tests.support.tables import for_each
 
 _NAME = re.compile(r"(?:psp|keras_psplus)((?:\.\w+)+)")
 
@@ -23,7 +24,7 @@ def resolve(path):
     return found
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+@for_each("page", pages.PAGES)
 def test_names_in_text_exist(page):
     for token in pages.inline(page, "code_inline"):
         for dotted in _NAME.findall(token.content):

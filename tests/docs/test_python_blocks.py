@@ -13,9 +13,20 @@ import pytest
 
 from tests.docs import pages
 from tests.selection import cases
+from tests.support.tables import for_each
 
 SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
-PROGRAMS = [program.name for program in pages.programs()]
+# What the programs of these show is tested elsewhere, in less time.
+DEAR = (
+    *("docs/dynamic_tables.md", "docs/howto/big_datasets.md", "docs/howto/custom_loops.md"),
+    *("docs/howto/keras_libraries.md", "docs/howto/notebooks_and_trackers.md"),
+    *("docs/howto/streams.md", "docs/hybrid.md", "docs/hybrid_saving.md", "docs/monitoring.md"),
+    *("docs/pipeline.md", "docs/testing.md"),
+)
+PROGRAMS = [
+    pytest.param(program.name, marks=[pytest.mark.extended] * program.name.startswith(DEAR))
+    for program in pages.programs()
+]
 TIMEOUT = 500
 
 
@@ -46,6 +57,7 @@ def results(request, tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs(results, name):
     program = results[name]
@@ -57,7 +69,7 @@ def test_runs(results, name):
     assert not any(program["exit_codes"].values()), "\n".join(logs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "block",
     [block for block in pages.all_blocks() if block.language == "python"],
     ids=lambda block: block.name,

@@ -7,8 +7,6 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -17,6 +15,7 @@ from keras_psplus.cli import main
 from keras_psplus.cli.flags import parsing
 from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
+from tests.support.tables import for_each
 
 # What is behind a fence says how the block is checked; see docs/testing.md.
 LANGUAGES = {
@@ -29,9 +28,9 @@ COMMANDS = ("keras-psplus ", "make ", "pip install ", "python ")
 
 
 def of(language):
-    """Parametrizes a test with the blocks of a language."""
+    """Has a test look at all blocks of a language."""
     chosen = [block for block in BLOCKS if block.language == language]
-    return pytest.mark.parametrize("block", chosen, ids=lambda block: block.name)
+    return for_each("block", chosen, ids=lambda block: block.name)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +106,7 @@ def check_launcher(words):
     check_options(rest[0], rest[1:])
     # Faults need steps to happen at, which this `train.py` does not take.
     if rest[0] == "train.py" and "--chaos" not in words:
-        subprocess.run([sys.executable, "-m", "keras_psplus", *words], check=True, timeout=60)
+        assert main.main(words) == 0, words
 
 
 def check_script(words):
@@ -146,7 +145,7 @@ def check_extra(words):
             assert found[1] in extras["optional-dependencies"], word
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+@for_each("block", BLOCKS, ids=lambda block: block.name)
 def test_language_is_one_that_is_checked(block):
     assert block.language in LANGUAGES, f"give one of {sorted(LANGUAGES)} behind the fence"
 
@@ -159,7 +158,7 @@ def test_commands(block, monkeypatch):
         check(words, monkeypatch)
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+@for_each("page", pages.PAGES)
 def test_commands_and_paths_in_text(page, monkeypatch):
     for token in pages.inline(page, "code_inline"):
         if token.content.startswith(COMMANDS) and "..." not in token.content:

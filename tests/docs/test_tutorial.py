@@ -123,6 +123,8 @@ def assert_shows(expected, printed):
         position = found.end()
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 def test_tutorial(reader):
     printed, file = "", None
     for block in pages.blocks(pages.TUTORIAL):

@@ -8,9 +8,8 @@ import logging
 import re
 import types
 
-import pytest
-
 from tests.docs import pages
+from tests.support.tables import for_each
 
 SPEC = importlib.util.spec_from_file_location("words", pages.ROOT / "docs" / "hooks" / "words.py")
 words = importlib.util.module_from_spec(SPEC)
@@ -31,7 +30,7 @@ def prose(page):
     return "".join(text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@for_each("page", PAGES)
 def test_words(page):
     assert not words.misused(prose(page))
 

@@ -3,9 +3,7 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
-import time
+import threading
 
 import keras
 import numpy as np
@@ -14,9 +12,9 @@ import pytest
 import keras_psplus as psp
 from keras_psplus.cli import main
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
-from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.cluster.serving import serve
 from tests.callbacks.test_communication_monitor import scalars
+from tests.support.jobs import launch
 
 JOB = pathlib.Path(__file__).with_name("job.py")
 STEPS = 4
@@ -35,13 +33,11 @@ def dense():
     return model
 
 
-def test_it_evaluates_what_the_cluster_trains(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.processes
+def test_it_evaluates_what_the_cluster_trains(tmp_path):
     log = tmp_path / "log.jsonl"
-    flags = ["--workers=2", "--evaluator", "--max_restarts=1", "--timeout=150"]
-    flags += ["--chaos=kill:evaluator0@step=2", f"--log_dir={tmp_path}/logs", f"--json_log={log}"]
-    code = main.main(["run", *flags, str(JOB), str(tmp_path)])
-    assert code == 0, capfd.readouterr()
+    flags = ["--workers=2", "--evaluator", "--max_restarts=1", "--chaos=kill:evaluator0@step=2"]
+    launch(*flags, f"--log_dir={tmp_path}/logs", f"--json_log={log}", JOB, tmp_path)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     ends = [(line["event"], line["task"]) for line in lines if line["event"].startswith("task_")]
     assert ends.index(("task_ended", "evaluator-0")) < ends.index(("task_restarted", "evaluator-0"))
@@ -110,54 +106,22 @@ def test_files_that_are_not_complete_wait(tmp_path):
     assert evaluated[1]["loss"] == pytest.approx(36.0)
 
 
-def test_it_notices_the_end_of_the_chief_by_itself(tmp_path, monkeypatch):
-    (port,) = free_ports(1)
-    chief = (
-        "import sys, tensorflow as tf\n"
-        "spec = {'worker': [f'127.0.0.1:{sys.argv[1]}']}\n"
-        "server = tf.distribute.Server(tf.train.ClusterSpec(spec), 'worker', 0)\n"
-        "print('serves', flush=True)\n"
-        "input()\n"
-    )
-    task = TaskConfig({"worker": (f"127.0.0.1:{port}",)}, "evaluator", 0)
-    monkeypatch.setenv("TF_CONFIG", task.to_tf_config())
-    model, evaluated = dense(), []
+def test_it_notices_the_end_of_the_chief_by_itself(role, tmp_path, monkeypatch):
+    has_ended, evaluated, model = threading.Event(), [], dense()
+    monkeypatch.setattr(serve, "wait_for_end_of_chief", lambda task: has_ended.wait(60))
     model.save_weights(tmp_path / "1.weights.h5")
-    note = keras.callbacks.LambdaCallback()
-    command = [sys.executable, "-c", chief, str(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
 
-        def end_chief(logs=None):
-            evaluated.append(logs)
-            assert process.stdout.readline() == b"serves\n"
-            time.sleep(1)  # It is looked for all the time.
-            model.save_weights(tmp_path / "2.weights.h5")
-            process.communicate(b"\n")
+    def note(logs):
+        evaluated.append(logs)
+        # What is there when the chief has ended is the last.
+        model.save_weights(tmp_path / "2.weights.h5")
+        has_ended.set()
 
-        note.on_test_end = lambda logs: evaluated.append(logs) if evaluated else end_chief(logs)
-        data = np.ones((4, 2), "float32"), np.zeros((4, 1), "float32")
-        psp.SidecarEvaluator(model, data, tmp_path, callbacks=[note], poll_seconds=0.1).start()
-    assert len(evaluated) == 2 and process.returncode == 0
-
-
-def test_training_ends_it_and_its_failure_does_not_end_training(tmp_path):
-    source = (
-        "import json, os, sys, time\n"
-        "kind = json.loads(os.environ['TF_CONFIG'])['task']['type']\n"
-        "if kind == 'evaluator':\n"
-        "    if len(sys.argv) > 1: sys.exit(3)\n"
-        "    print('read', sys.stdin.read(), 'ended')\n"
-        "else: time.sleep(1)\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(source)
-    for extra, code in (([], 0), (["fail"], 3)):
-        command = [sys.executable, str(script), *extra]
-        with LocalCluster(command, workers=2, log_dir=tmp_path, evaluator=True) as cluster:
-            result = cluster.wait(60)
-        assert result.exit_code == 0 and not result.terminated and result.first_failure is None
-        assert result.exit_codes == {"worker-0": 0, "worker-1": 0, "evaluator-0": code}
-        assert ("ended" in result.logs["evaluator-0"]) == (not extra)
+    noting = keras.callbacks.LambdaCallback()
+    noting.on_test_end = note
+    data = np.ones((4, 2), "float32"), np.zeros((4, 1), "float32")
+    psp.SidecarEvaluator(model, data, tmp_path, callbacks=[noting], poll_seconds=0.1).start()
+    assert len(evaluated) == 2
 
 
 def test_an_evaluator_trains_nothing(role):

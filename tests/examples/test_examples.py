@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.support.jobs import run_script, wait_for
+from tests.support.tiers import extended
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("environment")]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 TIMEOUT = 150
 
@@ -18,15 +21,7 @@ TIMEOUT = 150
 @functools.cache
 def alone(script, *arguments):
     """Runs a script in one process and returns what it printed."""
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT,
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    return process.stdout
+    return run_script(EXAMPLES / script, *arguments, timeout=TIMEOUT)
 
 
 def documented(script):
@@ -61,7 +56,8 @@ def losses(output):
     return [float(loss) for loss in line.split()]
 
 
-def test_digits(environment):
+@pytest.mark.extended
+def test_digits():
     output = together("digits.py", "--epochs", "3")
     expected = losses(alone("digits.py", "--epochs", "1"))
     assert losses(output)[:1] == pytest.approx(expected, rel=1e-5)
@@ -71,21 +67,24 @@ def test_digits(environment):
     assert 0 < result["after_first_epoch"] < result["seconds"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("run", [alone, together])
-def test_tutorial(environment, tmp_path, run):
+def test_tutorial(tmp_path, run):
     result = values("tutorial", run("multi_worker_tutorial.py", "--epochs", "2"))
     assert result["accuracy"] > 0.8
     kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert {"latest.weights.h5", "model.keras"} <= kept
 
 
-def test_characters(environment):
+@pytest.mark.extended
+def test_characters():
     result = values("characters", together("characters.py", "--epochs=1"))
     assert result["workers"] == 2
     # Who knows but how common each character is hesitates among 25.
     assert result["perplexity"] < 11
 
 
+@pytest.mark.extended
 def test_stream(tmp_path):
     arguments = "--folder", str(tmp_path / "tables"), "--hours", "5"
     result = values("stream", alone("stream.py", *arguments))
@@ -96,9 +95,7 @@ def test_stream(tmp_path):
     folder = tmp_path / "others"
     arguments = "--folder", str(folder), "--hours", "5", "--backup", str(tmp_path / "backup")
     process = subprocess.Popen([sys.executable, str(EXAMPLES / "stream.py"), *arguments])
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline and last_published(folder / "manifest.json") < 72:
-        time.sleep(0.05)
+    wait_for(lambda: last_published(folder / "manifest.json") >= 72, TIMEOUT)
     assert process.poll() is None
     process.kill()
     process.wait()
@@ -114,7 +111,8 @@ def last_published(path):
 SMALL_TRANSFORMER = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
 
 
-def test_transformer_in_shares_equals_one_process(environment):
+@pytest.mark.extended
+def test_transformer_in_shares_equals_one_process():
     expected = values("transformer", alone(*SMALL_TRANSFORMER))
     output = together(*SMALL_TRANSFORMER, number=1)
     found = values("transformer", output)
@@ -123,7 +121,8 @@ def test_transformer_in_shares_equals_one_process(environment):
     assert re.search(r"in shares: \d+ of \d+ variables are cut into equal parts", output)
 
 
-def test_transformer_in_stages_equals_one_process(environment):
+@pytest.mark.extended
+def test_transformer_in_stages_equals_one_process():
     small = SMALL_TRANSFORMER
     expected = values("transformer", alone(*small))
     output = together(*small)
@@ -138,7 +137,8 @@ def test_transformer_in_stages_equals_one_process(environment):
     assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
 
 
-def test_transformer_in_parts_equals_one_process(environment):
+@pytest.mark.extended
+def test_transformer_in_parts_equals_one_process():
     small = ("--epochs=1", "--blocks=1", "--train_size=64", "--write=0")
     expected = values("transformer", alone("transformer.py", *small))
     output = together("transformer.py", *small, number=2)
@@ -152,12 +152,14 @@ def test_transformer_in_parts_equals_one_process(environment):
     "script, library, small",
     [
         ("mnist_convnet.py", None, ["--epochs=1", "--train_size=128"]),
-        # KerasHub's tokenizer is an operation of TensorFlow: the strategy has to come before it.
-        ("text_classification.py", "keras_hub", ["--epochs=1", "--train_size=64"]),
-        ("dlrm.py", "keras_rs", ["--epochs=1", "--train_size=1000"]),
+        *extended(
+            # KerasHub's tokenizer is an operation of TensorFlow: the strategy has to come before.
+            ("text_classification.py", "keras_hub", ["--epochs=1", "--train_size=64"]),
+            ("dlrm.py", "keras_rs", ["--epochs=1", "--train_size=1000"]),
+        ),
     ],
 )
-def test_by_its_documented_command(environment, script, library, small):
+def test_by_its_documented_command(script, library, small):
     if library:
         pytest.importorskip(library)
     output = together(script, *small)
@@ -172,7 +174,8 @@ def test_every_example_is_run_by_its_documented_command():
             assert re.search(rf'"{path.name}"', text), path.name
 
 
-def test_ngram_embedding(environment):
+@pytest.mark.extended
+def test_ngram_embedding():
     output = together("ngram_embedding.py", "--epochs", "1", "--train_size", "100000")
     assert "embeddings  (200000, 16)  12.8  parameter servers" in output
     result = values("ngram_embedding", output)

@@ -2,11 +2,18 @@
 
 import pathlib
 import re
-import subprocess
 import sys
 
-from keras_psplus.cluster.processes import LocalCluster
+import pytest
 
+from keras_psplus.cluster.processes import LocalCluster
+from tests.support.jobs import run_script
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.processes,
+    pytest.mark.usefixtures("environment"),
+]
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "parameter_server_tutorial.py"
 EPOCHS, STEPS_PER_EPOCH, BATCH_SIZE = 2, 20, 32
 COMMAND = [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS)]
@@ -32,15 +39,11 @@ def check_fit(output, directory):
     assert len(list((directory / "log").rglob("*tfevents*"))) == 1
 
 
-def test_in_threads(environment, tmp_path):
-    process = subprocess.run(
-        COMMAND, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    check_fit(process.stdout, tmp_path / "dinner")
+def test_in_threads(tmp_path):
+    check_fit(run_script(*COMMAND[1:], timeout=TIMEOUT), tmp_path / "dinner")
 
 
-def test_in_processes_and_with_a_loop_of_its_own(environment, tmp_path):
+def test_in_processes_and_with_a_loop_of_its_own(tmp_path):
     command = [*COMMAND, "--own_loop"]
     with LocalCluster(command, workers=2, ps=2, chief=True, log_dir=tmp_path / "logs") as cluster:
         result = cluster.wait(timeout=TIMEOUT)

@@ -11,6 +11,7 @@ import pytest
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
+pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).parents[2]
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -73,6 +74,7 @@ def test_two_workers_equal_one_process_also_after_a_lost_worker(cluster, tmp_pat
     check_training(tmp_path, 2, "worker", ["0 1 ", "0 1 "])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "workers, others, begins", [(2, 1, ["0 1 ", "0 "]), (1, 2, ["0 1 ", "1 "])]
 )

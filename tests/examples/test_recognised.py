@@ -6,18 +6,15 @@ They are made small here, and run one after the other in the same processes. Wit
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import runpy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from keras_psplus.catalogue import lookup
-from keras_psplus.cluster.testing import run_in_processes
+from tests.support.jobs import run_in_processes, run_script
 
 JOB = pathlib.Path(__file__).with_name("recognised_job.py")
 TIMEOUT = 200
@@ -40,16 +37,6 @@ ENTRIES = {
     "sync_parameter_server": (CHIEF | {"ps": 1}, list(EXAMPLES)),
     "pipeline": (CHIEF, list(EXAMPLES)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm_start():
-    """All scripts of this file are forks of a process that has imported what they need."""
-    from tests import warm
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", warm.Popen)
-        yield
 
 
 def those_installed(names):
@@ -91,27 +78,15 @@ def flat(result):
 def alone():
     """Results of one process, of all examples that can be run."""
     names = those_installed(EXAMPLES)
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(JOB), *arguments(names)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    return results(done.stdout, names)
+    output = run_script(JOB, *arguments(names), timeout=TIMEOUT)
+    return results(output, names)
 
 
 def check(entry, tasks, names, alone, record_property):
     """Runs examples in a cluster and compares them with one process."""
     names = those_installed(names)
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {lookup.STRATEGY_VARIABLE: entry}
-    done = run_in_processes(JOB, **tasks, timeout=TIMEOUT, env=env, args=arguments(names))
+    env = {lookup.STRATEGY_VARIABLE: entry}
+    done = run_in_processes(JOB, *arguments(names), **tasks, timeout=TIMEOUT, env=env)
     found = results("\n".join(done.logs.values()), names)
     for name in names:
         seconds = {"alone": alone[name]["seconds"], entry: found[name]["seconds"]}
@@ -121,10 +96,14 @@ def check(entry, tasks, names, alone, record_property):
     return done
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 def test_all_of_them_by_all_reduce(alone, record_property):
     check("all_reduce", {"workers": 2}, EXAMPLES, alone, record_property)
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 def test_large_tables_on_servers(alone, record_property):
     tasks, names = ENTRIES["hybrid"]
     done = check("hybrid", tasks, names, alone, record_property)
@@ -134,6 +113,8 @@ def test_large_tables_on_servers(alone, record_property):
     assert len(places) == 5, log
 
 
+@pytest.mark.extended
+@pytest.mark.processes
 @pytest.mark.parametrize("entry", ["sync_parameter_server", "pipeline"])
 def test_under_other_entries(entry, alone, record_property):
     tasks, names = ENTRIES[entry]

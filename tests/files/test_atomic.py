@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.files import atomic
+from tests.support.jobs import environment
 
 
 def fill(path, text, names=("saved_model.pb", "variables/data")):
@@ -198,22 +199,26 @@ def test_a_process_without_a_task_deletes_nothing_of_other_machines(tmp_path):
     assert set(os.listdir(tmp_path)) == {"model.keras", stays}
 
 
+KILLED = """
+import os, signal, sys
+from keras_psplus.files import atomic
+with atomic.written(sys.argv[1], "worker-0") as path:
+    open(path, "w").write("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_killed_write_is_cleared_by_the_next_one(tmp_path):
-    target = tmp_path / "model.keras"
-    code = (
-        "import os, signal, sys\n"
-        "from keras_psplus.files import atomic\n"
-        "with atomic.written(sys.argv[1], 'worker-0') as path:\n"
-        "    open(path, 'w').write('half')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    killed = subprocess.run([sys.executable, "-c", code, str(target)], env=environment, timeout=60)
+    script, folder = tmp_path / "script.py", tmp_path / "folder"
+    script.write_text(KILLED)
+    folder.mkdir()
+    target = folder / "model.keras"
+    killed = subprocess.run([sys.executable, str(script), str(target)], env=environment())
     assert killed.returncode == -9
-    (left,) = os.listdir(tmp_path)
+    (left,) = os.listdir(folder)
     assert left.startswith(".keras_psplus-worker-0-")
     write_file(target, "whole")
-    assert content(tmp_path) == {"model.keras": "whole"}
+    assert content(folder) == {"model.keras": "whole"}
 
 
 def test_what_tensorflow_alone_reaches_is_copied_there():

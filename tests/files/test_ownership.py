@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from keras_psplus.files import ownership
+from tests.support.jobs import environment
 
 CLAIM = """
 import sys, time
@@ -19,9 +20,11 @@ time.sleep(100)
 
 
 def test_a_folder_has_one_owner_until_that_has_ended(tmp_path):
-    folder = tmp_path / "backup"
-    command = [sys.executable, "-c", CLAIM, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+    folder, script = tmp_path / "backup", tmp_path / "script.py"
+    script.write_text(CLAIM)
+    command = [sys.executable, str(script), str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, text=True, env=environment()) as other:
         try:
             assert other.stdout.readline() == "claimed\n"
             with pytest.raises(ownership.FolderInUseError) as error:

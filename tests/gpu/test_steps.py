@@ -1,75 +1,53 @@
 """Steps of all strategies and compressors, as they would run on GPUs."""
 
-import contextlib
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.testing import run_in_processes
 from tests import selection
 from tests.gpu import cases, findings, kernels, known
+from tests.support.jobs import run_in_processes, run_script
+from tests.support.tables import for_each
+from tests.support.tiers import extended
 
 JOB = pathlib.Path(__file__).with_name("steps_job.py")
-ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-SECONDS = 560
 
-pytestmark = pytest.mark.skipif(
-    not kernels.are_registered(), reason="this TensorFlow was built without GPU kernels"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not kernels.are_registered(), reason="this TensorFlow was built without GPU kernels"
+    ),
+    pytest.mark.processes,
+]
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """What was found in each case, by its name."""
     folder, chosen = tmp_path_factory.mktemp("steps"), selection.cases(request, argument="name")
-    groups = {"all_reduce": cases.ALL_REDUCE, "others": cases.OTHERS}
-    groups |= {"cluster": cases.IN_CLUSTER, "pairs": cases.IN_PAIRS}
-    names = {group: [n for n in known if n in chosen] for group, known in groups.items()}
-    results = {}
-    with contextlib.ExitStack() as stack:
-        running = {
-            group: stack.enter_context(start(folder / group, names[group]))
-            for group in ("all_reduce", "others")
-            if names[group]
-        }
+    groups = [
+        *((group, None) for group in (cases.ALL_REDUCE, cases.OTHERS)),
         # A process of several has one strategy.
-        for group, tasks in (("cluster", dict(workers=1, ps=1)), ("pairs", dict(workers=2))):
-            for name in names[group]:
-                args = ["--out", folder / name, name]
-                run_in_processes(JOB, **tasks, timeout=SECONDS, env=ENVIRONMENT, args=args)
-                results |= json.loads((folder / name).read_text())
-        for group, process in running.items():
-            _, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors[-8000:]
-            results |= json.loads((folder / group).read_text())
+        *(([name], {"workers": 1, "ps": 1}) for name in cases.IN_CLUSTER),
+        *(([name], {"workers": 2}) for name in cases.IN_PAIRS),
+    ]
+    results = {}
+    for number, (group, tasks) in enumerate(groups):
+        if names := [name for name in group if name in chosen]:
+            arguments = ["--out", folder / str(number), *names]
+            if tasks is None:
+                run_script(JOB, *arguments)
+            else:
+                run_in_processes(JOB, *arguments, **tasks, timeout=560)
+            results |= json.loads((folder / str(number)).read_text())
     return results
 
 
-@contextlib.contextmanager
-def start(out, names):
-    process = subprocess.Popen(
-        [sys.executable, str(JOB), "--out", str(out), *names],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+FEW = ["topk", "1f1b", "sync int8", "all in shares"]
+REST = [name for name in cases.CASES if name not in (*FEW, "unfit")]
 
 
-@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "unfit"])
+@pytest.mark.parametrize("name", [*FEW, *extended(*REST)])
 def test_what_would_be_slow_or_fail_on_gpus_is_known(name, results):
     """What is new is mended, or gets an entry in `known.py` with its reason."""
     found = results[name]["found"]
@@ -79,17 +57,16 @@ def test_what_would_be_slow_or_fail_on_gpus_is_known(name, results):
     assert results[name]["on_gpu"] > 100
 
 
+@pytest.mark.extended
 @pytest.mark.cases(*cases.CASES)
-@pytest.mark.parametrize(
-    "one", [one for one in known.KNOWN if not one.is_mended], ids=lambda one: one.reason
-)
+@for_each("one", [one for one in known.KNOWN if not one.is_mended])
 def test_what_is_known_is_still_so(one, results):
     assert any(one.covers(each) for result in results.values() for each in result["found"])
 
 
 @pytest.mark.cases("unfit")
-@pytest.mark.parametrize(
-    ("kind", "op"),
+@for_each(
+    "kind, op",
     [
         (findings.NO_KERNEL, "NthElement"),
         (findings.INT32, "Reshape"),

@@ -10,12 +10,19 @@ from keras_psplus import compression, native
 from keras_psplus.all_reduce.reduction import row_routes
 from keras_psplus.compression import kernels as fused
 from tests.compression.common import at
+from tests.support.tables import for_each
+from tests.support.tiers import extended
 
 kernels = native.kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no C++ compiler, or a GPU")
-COMPRESSORS = [compression.Int8(block) for block in (1, 16, 256)]
-COMPRESSORS += [compression.Sign(block) for block in (32, 1024)]
-SHAPES = [(1, 1), (2, 7), (3, 33), (2, 256), (3, 1000), (1, 4096), (3, 110_001)]
+# The first ones of each take all paths.
+COMPRESSORS = [compression.Int8(16), compression.Sign(32)]
+COMPRESSORS += extended(compression.Int8(1), compression.Int8(), compression.Sign())
+SHAPES = [(2, 7), (3, 1000)]
+SHAPES += [
+    pytest.param(shape, marks=pytest.mark.extended)
+    for shape in [(1, 1), (3, 33), (2, 256), (1, 4096), (3, 110_001)]
+]
 KINDS = ["normal", "halves", "zeros", "tiny", "tiny and not", "huge", "nan", "infinite"]
 
 
@@ -120,7 +127,7 @@ def test_rows_and_their_sum_are_decoded_to_the_same(shape, compressor):
             assert_alike(one, other)
 
 
-@pytest.mark.parametrize("compressor", [compression.Int8(), compression.Sign()], ids=repr)
+@for_each("compressor", [compression.Int8(), compression.Sign()])
 def test_many_rows_are_added_in_their_order(compressor):
     payload = compressor.encode_rows(tf.constant(filled("normal", (20, 700))), at(0))
     total = np.float32(0)
@@ -148,15 +155,15 @@ class Pair:
         return tf.concat([words] * 2, 0)
 
 
-@pytest.mark.parametrize("sizes", [[90_000], [1024], [1000, 77, 3]])
+@pytest.mark.parametrize("sizes", [[1000, 77, 3], *extended([90_000], [1024])])
 @pytest.mark.parametrize(
     "compressor",
     [
-        compression.ErrorFeedback(compression.Int8()),
-        compression.ErrorFeedback(compression.Int8(block_size=16)),
         compression.Int8(error_feedback=False),
         compression.ErrorFeedback(compression.Sign()),
         compression.ErrorFeedback(compression.Int8(), momentum=0.9),
+        *extended(compression.ErrorFeedback(compression.Int8())),
+        *extended(compression.ErrorFeedback(compression.Int8(block_size=16))),
     ],
     ids=repr,
 )
@@ -205,8 +212,8 @@ class OwnSign(compression.Sign):
     """May send what it likes."""
 
 
-@pytest.mark.parametrize(
-    ("compressor", "decodes"),
+@for_each(
+    "compressor, decodes",
     [
         (compression.ErrorFeedback(Own()), False),
         (compression.ErrorFeedback(OwnSign()), False),
@@ -216,7 +223,6 @@ class OwnSign(compression.Sign):
         (compression.ErrorFeedback(compression.Int8()).times(2), True),
         (compression.Int8(), True),
     ],
-    ids=repr,
 )
 def test_others_are_encoded_by_themselves(compressor, decodes):
     feedback = isinstance(compressor, compression.ErrorFeedback)
@@ -246,8 +252,8 @@ def test_halves_are_encoded_by_themselves():
     assert_alike(keep(lambda: decoded)["residual"], expected_state["residual"])
 
 
-@pytest.mark.parametrize(
-    ("residual", "tensor", "block", "code", "message"),
+@for_each(
+    "residual, tensor, block, code, message",
     [
         ([2, 5], [2, 6], 4, tf.int8, "matrices of one shape"),
         ([5, 2], [2, 5], 4, tf.int8, "matrices of one shape"),
@@ -264,8 +270,8 @@ def test_what_cannot_be_encoded_is_refused(residual, tensor, block, code, messag
         )
 
 
-@pytest.mark.parametrize(
-    ("code", "codes", "scales", "block", "message"),
+@for_each(
+    "code, codes, scales, block, message",
     [
         (tf.int8, [2, 69], [2, 3], 32, "of rows of 70 elements"),
         (tf.int8, [2, 70], [2, 2], 32, "of rows of 70 elements"),
@@ -276,7 +282,7 @@ def test_what_cannot_be_encoded_is_refused(residual, tensor, block, code, messag
         (tf.int32, [2, 3], [2, 3], 16, "block must be a multiple of 32"),
     ],
 )
-@pytest.mark.parametrize("add_up", [False, True])
+@for_each("add_up", [False, True])
 def test_what_cannot_be_decoded_is_refused(code, codes, scales, block, message, add_up):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         kernels.keras_psplus_decode_blocks(

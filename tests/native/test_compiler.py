@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_psplus import native
 from keras_psplus.native import cache
 from keras_psplus.native import compiler as builder
+from tests import warm
 from tests.endings import wait_for_end
 
 FAKE = """#!/bin/sh
@@ -61,22 +62,18 @@ def test_it_is_compiled_once(compiler):
     assert sorted(path.name for path in library.parent.iterdir()) == names
 
 
-def test_of_several_processes_one_compiles(compiler):
-    # Long enough for all to have come.
-    calls = compiler('echo library > "$made"', seconds=5)
-    script = (
-        "from keras_psplus import log; from keras_psplus.native.compiler import build; "
-        "log.show(); print(build())"
+def test_of_several_processes_one_compiles(compiler, tmp_path):
+    waits = f"while [ $(ls {tmp_path} | grep -c here) -lt 3 ]; do sleep 0.1; done; sleep 0.5"
+    calls = compiler(f'{waits}; echo library > "$made"')
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib; from keras_psplus import log\n"
+        "from keras_psplus.native.compiler import build\n"
+        f"log.show(); pathlib.Path({str(tmp_path)!r}, f'here-{{os.getpid()}}').touch()\n"
+        "print(build())\n"
     )
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    jobs = [warm.Popen([sys.executable, script], **streams) for _ in range(3)]
     ends = [job.communicate(timeout=560) for job in jobs]
     assert len({out.splitlines()[-1] for out, _ in ends}) == 1 and calls() == 1
     said = [err.count("keras_psplus: compiling C++ kernels into") for _, err in ends]
@@ -131,12 +128,12 @@ def test_a_compiler_that_was_replaced_is_tried(compiler):
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_children(compiler, monkeypatch, tmp_path):
-    monkeypatch.setattr(builder, "_TIMEOUT", 2)
+    monkeypatch.setattr(builder, "_TIMEOUT", 1)
     compiler(f"sleep 100 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(builder.BuildError, match="failed"):
         builder.build()
     (log,) = _logs()
-    assert "not done after 2 s" in log.read_text() and "it says so" in log.read_text()
+    assert "not done after 1 s" in log.read_text() and "it says so" in log.read_text()
     wait_for_end(int((tmp_path / "child").read_text()))
 
 

@@ -1,5 +1,7 @@
 """The kernels for top-k, beside TensorFlow's own operations, bit by bit."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,11 +11,15 @@ from hypothesis import strategies as st
 from keras_psplus import compression, native
 from keras_psplus.compression import kernels as fused
 from tests.compression.common import at
+from tests.support.tables import for_each
+from tests.support.tiers import extended
 
 kernels = native.kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no C++ compiler, or a GPU")
 # A stretch of places has 65,536 elements, and a part of one thread four of them.
 SIZES = [1, 7, 100, 65_536, 65_537, 70_001, 600_000]
+KINDS = ["normal", "equal", "few values", "mostly zeros", "zeros", "few not finite"]
+KINDS += ["nothing finite", "silent columns", "tiny"]
 
 
 def filled(kind, size, seed=0):
@@ -39,33 +45,33 @@ def filled(kind, size, seed=0):
     return values
 
 
-def both_ways(feedback, tensor, residual):
-    state = {"residual": tf.constant(residual), "inner": ()}
-    encoded = []
-    for encode in (lambda *args: fused.encode(feedback, *args), feedback.encode):
-        run = tf.function(lambda t, s, encode=encode: encode(t, s, at(0)), autograph=False)
-        encoded.append(run(tf.constant(tensor), state))
-    return encoded
-
-
 @pytest.mark.parametrize(
-    "kind",
-    ["normal", "equal", "few values", "mostly zeros", "zeros", "few not finite", "nothing finite"]
-    + ["silent columns", "tiny"],
+    "size, density",
+    [
+        *((1, 1.0), (100, 0.01), (65_537, 0.01), (70_001, 1.0)),
+        *extended((1, 0.01), (7, 0.01), (7, 1.0), (100, 1.0), (65_536, 0.01), (65_536, 1.0)),
+        *extended((65_537, 1.0), (70_001, 0.01), (600_000, 0.01), (600_000, 1.0)),
+    ],
 )
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("density", [0.01, 1.0])
-def test_the_same_elements_are_taken(size, kind, density):
+def test_the_same_elements_are_taken(size, density):
     feedback = compression.ErrorFeedback(compression.TopK(density))
-    tensor, residual = filled(kind, size), 0.1 * filled("normal", size, seed=1)
-    if kind not in ("normal", "few not finite"):
-        residual[:] = 0
-    (payload, state), (expected, expected_state) = both_ways(feedback, tensor, residual)
-    assert len(payload) == len(expected)
-    for one, other in zip(payload, expected):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(state["residual"], expected_state["residual"])
+
+    @functools.partial(tf.function, autograph=False)
+    def both_ways(tensor, residual):
+        state = {"residual": residual, "inner": ()}
+        encoders = functools.partial(fused.encode, feedback), feedback.encode
+        return [encode(tensor, state, at(0)) for encode in encoders]
+
+    for kind in KINDS:
+        tensor, residual = filled(kind, size), 0.1 * filled("normal", size, seed=1)
+        if kind not in ("normal", "few not finite"):
+            residual[:] = 0
+        (payload, state), (expected, expected_state) = both_ways(tensor, residual)
+        assert len(payload) == len(expected)
+        for one, other in zip(payload, expected):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            np.testing.assert_array_equal(one, other, err_msg=kind)
+        np.testing.assert_array_equal(state["residual"], expected_state["residual"], err_msg=kind)
 
 
 @given(st.data())
@@ -84,8 +90,8 @@ def test_what_is_left_and_what_is_taken_are_the_sum(data):
     assert np.abs(left).max() <= np.abs(values).min()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("workers", [1, 3])
+@for_each("size", SIZES)
+@for_each("workers", [1, 3])
 def test_sums_of_workers_are_the_same(size, workers):
     topk = compression.TopK(0.05)
     tensors = [tf.constant(filled("normal", size, seed)) for seed in range(workers)]
@@ -96,8 +102,8 @@ def test_sums_of_workers_are_the_same(size, workers):
     assert found.shape == (size,)
 
 
-@pytest.mark.parametrize(
-    ("low", "starts", "message"),
+@for_each(
+    "low, starts, message",
     [
         ([[1, 5]], [[1]], "places must be below 65541"),
         ([[1, 4]], [[3]], "places"),
@@ -125,7 +131,7 @@ class Own(compression.TopK):
     """May take what it likes."""
 
 
-@pytest.mark.parametrize(
+@for_each(
     "compressor",
     [
         compression.TopK(0.1),
@@ -135,7 +141,6 @@ class Own(compression.TopK):
         compression.ErrorFeedback(compression.TopK(0.1)).times(2),
         compression.ErrorFeedback(compression.Sign()),
     ],
-    ids=repr,
 )
 def test_others_are_encoded_by_themselves(compressor):
     tensor = tf.constant(filled("normal", 1000))

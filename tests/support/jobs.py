@@ -83,13 +83,14 @@ def _run(arguments, exit_code, timeout, may_show_errors, env):
     return done.stdout
 
 
-def run_in_processes(script, *args, env=None, may_show_errors=False, **kwargs):
+def run_in_processes(script, *args, env=None, timeout=560, may_show_errors=False, **kwargs):
     """Runs `cluster.testing.run_in_processes`, and looks at what a job that ends well prints.
 
     Args:
         script: As there.
         *args: The script's arguments.
         env: Further environment variables.
+        timeout: Seconds after which all are killed.
         may_show_errors: Whether tasks may show tracebacks; a job that has to fail may.
         **kwargs: As there.
 
@@ -98,7 +99,7 @@ def run_in_processes(script, *args, env=None, may_show_errors=False, **kwargs):
     """
     args = args or kwargs.pop("args", ())
     env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
-    result = testing.run_in_processes(script, args=args, env=env, **kwargs)
+    result = testing.run_in_processes(script, args=args, env=env, timeout=timeout, **kwargs)
     if not may_show_errors and not kwargs.get("expect_failure"):
         for log in result.logs.values():
             check_output(log)

@@ -13,6 +13,7 @@ import pytest
 
 from keras_psplus import versions
 
+pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # What a build reads; the rest of a checkout may be large.
 READS = ("keras_psplus", "strategies", "pyproject.toml", "setup.cfg", "setup.py", "README.md")
@@ -95,6 +96,7 @@ def test_the_version_is_in_one_place(built):
     assert f"\nVersion: {versions.__version__}\n" in metadata
 
 
+@pytest.mark.extended
 def test_two_workers_train_with_the_installed_wheel(installed, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = ("-m", "keras_psplus", "run", "--workers", "2", "train.py", str(installed))
