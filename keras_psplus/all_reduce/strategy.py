@@ -28,7 +28,7 @@ from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.cluster.process import memory
+from keras_psplus.cluster.process import memory, termination
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
 from keras_psplus.core.data import job_seed
@@ -184,6 +184,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
                     **self._extended_options,
                 ),
             )
+            termination.take_back()
             shard_option.check_devices(shard, len(self.extended.worker_devices))
             if self._topology == topology_module.AUTO:
                 self._topology = auto_topology.choose(self.extended)

@@ -39,6 +39,17 @@ def grace_seconds() -> float:
     return seconds
 
 
+def take_back() -> None:
+    """Gives SIGTERM back to the script, or to its default.
+
+    TensorFlow's collective server handles it below Python, where it is only noted: a process that
+    makes its model or reads its data would not end.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
 class _Signal:
     """SIGTERM, as this process is told of it while it trains or serves.
 
