@@ -55,6 +55,12 @@ class Waiting(threading.Thread):
         return self.outcome
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Where a server is silent that is waited for."""
+    monkeypatch.setattr(handshake, "ANSWER_TIMEOUT", 0.3)
+
+
 def test_tasks_that_start_one_after_the_other_all_go_on():
     cluster = make_cluster(3)
     waiting = []
@@ -109,7 +115,7 @@ def test_missing_task_is_named_with_those_who_are_here(monkeypatch):
         )
 
 
-def test_port_in_use_names_the_holder():
+def test_port_in_use_names_the_holder(quick):
     config = TaskConfig(make_cluster(2), "worker", 0)
     with socket.create_server(("127.0.0.1", int(config.address.split(":")[1]))):
         with pytest.raises(ClusterStartupError) as error:
@@ -269,7 +275,7 @@ def test_silent_connections_delay_nobody():
         check_local_address(TaskConfig(cluster, "worker", 0))
 
 
-def test_silent_server_counts_as_up():
+def test_silent_server_counts_as_up(quick):
     cluster = make_cluster(2)
     host, port = cluster["worker"][1].split(":")
     with socket.create_server((host, int(port))):  # accepts in the kernel, never speaks
@@ -371,7 +377,7 @@ def test_who_is_missing_in_a_large_cluster_is_said_by_the_first_task(monkeypatch
     assert any("worker-0" in line and "find all 12" in line for line in waiting[7].lines)
 
 
-def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch):
+def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch, quick):
     """The others have their servers by then, and nobody calls it."""
     monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
     cluster = make_cluster(6)

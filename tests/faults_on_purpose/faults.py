@@ -96,7 +96,7 @@ FAULTS = (
         "a worker takes the first part of a value that is loaded, not its own",
         "sharding/variable.py",
         "value=piece[rank * length + first - start : rank * length + last - start]",
-        "value=piece[first:last]",
+        "value=piece[: last - first]",
         ("sharding/test_variables.py", "sharding/test_shares.py"),
     ),
     # Parameter servers.
@@ -143,7 +143,7 @@ FAULTS = (
     ),
     Fault(
         "a slot left out of a backup",
-        "a table's first slot is not in the servers' files, and begins anew in a resumed job",
+        "a table's first slot is not in the servers' files, and a resumed job begins with its first value",
         "hybrid/server/server_files.py",
         "shard.slots[i] for i in range(slots)})",
         "shard.slots[i] for i in range(1, slots)})",

@@ -160,8 +160,9 @@ class Copy:
         for tier, (command, marks) in TIERS.items():
             for path in fault.tests:
                 code, output = self._pytest(marks, [f"tests/{path}"])
-                if code == _FAILED:
-                    return *FIRST_FAILURE.search(output).groups(), command
+                failure = FIRST_FAILURE.search(output)
+                if code == _FAILED and failure:
+                    return *failure.groups(), command
                 if code not in (_PASSED, _NOTHING_COLLECTED):
                     raise RuntimeError(f"pytest could not run {path} (exit code {code}):\n{output}")
             if tier == last_tier:

@@ -208,6 +208,7 @@ with atomic.written(sys.argv[1], "worker-0") as path:
 """
 
 
+@pytest.mark.processes
 def test_a_killed_write_is_cleared_by_the_next_one(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(KILLED)

@@ -19,6 +19,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.processes
 def test_a_folder_has_one_owner_until_that_has_ended(tmp_path):
     folder, script = tmp_path / "backup", tmp_path / "script.py"
     script.write_text(CLAIM)
@@ -42,7 +43,7 @@ def test_a_folder_has_one_owner_until_that_has_ended(tmp_path):
 
 
 def test_an_owner_on_another_machine_blocks_as_long_as_it_shows_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "_BEAT_SECONDS", 0.5)
+    monkeypatch.setattr(ownership, "_BEAT_SECONDS", 0.2)
     ownership.claim(tmp_path, "worker-0", "backup_dir")
     facts = json.loads((tmp_path / ownership.FILE).read_text())
     ownership.release(tmp_path)

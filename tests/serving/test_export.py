@@ -69,6 +69,7 @@ def test_predictions_need_tensorflow_alone(tmp_path):
     assert model.get_layer("texts").counts()[0].sum() > before
 
 
+@pytest.mark.processes
 def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
     random = np.random.default_rng(0)
     inputs = keras.Input((3,), dtype="int64", name="a"), keras.Input((), dtype="string", name="b")
