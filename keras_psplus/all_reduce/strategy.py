@@ -199,7 +199,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
             with failure.translate_errors(self._task):
-                job_seed.agree(control)
+                job_seed.agree(control, self._rows_are_shared)
             stopped_peers.watch(
                 control, self._progress, self._step_marks, self._updates is not None
             )
@@ -211,6 +211,8 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
     def _waits(self, task: TaskConfig) -> StallProbe:
         return StallProbe(task, self._progress, self._step_marks)
 
+    # Whether several workers compute with the same rows.
+    _rows_are_shared = False
     _extended_class: Callable[..., MultiWorkerMirroredExtended] = MultiWorkerMirroredExtended
     # Further arguments of its own.
     _extended_options: Mapping[str, Any] = MappingProxyType({})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.log import logger
+from keras_psplus.tensor_parallel import vectorized
 from keras_psplus.tensor_parallel.late_gathers import LateGathers, LocalPart
 from keras_psplus.tf_internals import framework_ops, record
 
@@ -62,6 +63,7 @@ class ModelGroup:
         It is gathered at the end of the trace, if anything but its shape is used by then: what asks
         for the part needs no gathering, and TensorFlow would run one that nothing uses.
         """
+        vectorized.check_not_here("a tensor in parts")
         axis %= local.shape.rank
         made: list[tf.Tensor] = []
 
@@ -133,6 +135,7 @@ class ModelGroup:
 
     def reduce(self, partial: tf.Tensor) -> tf.Tensor:
         """Sum of the workers' tensors, without a gradient."""
+        vectorized.check_not_here("a sum")
         wide = tf.float32 if partial.dtype.size == 2 else partial.dtype
         if self.size == 2:
             # As many bytes as around a ring, in half as many messages.
@@ -147,6 +150,7 @@ class ModelGroup:
         return tf.concat(tf.unstack(self._stacked(local), self.size), axis)
 
     def _stacked(self, tensor: tf.Tensor) -> tf.Tensor:
+        vectorized.check_not_here("a tensor in parts")
         if tensor.dtype == tf.bfloat16:
             # Of which the kernel does not know: bits are gathered.
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)

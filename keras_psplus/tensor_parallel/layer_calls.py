@@ -15,12 +15,13 @@ from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.units.functions import reaches
 from keras_psplus.sharding.units.xla_reads import function_here, given_by_calls
+from keras_psplus.tensor_parallel import vectorized
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
 from keras_psplus.tensor_parallel.rules import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
-from keras_psplus.tf_internals import resource_variable_ops
+from keras_psplus.tf_internals import framework_ops, resource_variable_ops
 
 # Layers that call inner ones in loops of the graph, before which all of their weights are gathered.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
@@ -42,6 +43,8 @@ class LayerCalls:
         self.compiled: Any = None
         # Wholes that the layers being called have gathered, by ids of weights.
         self._wholes: dict[int, tf.Tensor] = {}
+        # Graph of the outermost layer that is being called.
+        self._home: Any = None
         # Paths of weights that were gathered for a layer.
         self.gathered: set[str] = set()
 
@@ -67,9 +70,20 @@ class LayerCalls:
         Args:
             proceed: Function that makes it.
         """
-        layer = call.owner
         if tf.executing_eagerly() or self.regions.are_whole:
             return proceed(call)
+        if self._home is None:
+            self._home = framework_ops.get_default_graph()
+            try:
+                return self._call(call, proceed)
+            finally:
+                self._home = None
+        if _is_in_loop_or_branch(self._home):
+            return self._call_with_wholes(call, proceed, within=True)
+        return self._call(call, proceed)
+
+    def _call(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
+        layer = call.owner
         if not self.regions.are_local and function_here() is not None:
             # XLA compiles what calls it: rules would talk to other workers there.
             return proceed(call)
@@ -118,15 +132,23 @@ class LayerCalls:
         set_keras_mask(outputs, get_keras_mask(partial))
         return outputs
 
-    def _call_with_wholes(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
-        layer, loops = call.owner, isinstance(call.owner, _LOOPS)
+    def _call_with_wholes(
+        self, call: Call, proceed: Callable[[Call], Any], within: bool = False
+    ) -> Any:
+        """Calls a layer, and those inside of one that loops, with gathered weights.
+
+        Args:
+            within: Whether it is called in a loop or a branch, before which weights are gathered.
+        """
+        layer, loops = call.owner, within or isinstance(call.owner, _LOOPS)
         variables = layer.variables if loops else layer._trainable_variables
         weights = {id(v._value): v._value for v in variables if cut_of(v) is not None}
         if not weights:
             return proceed(call)
         self._note()
         outer = self._wholes
-        self._wholes = outer | {number: self._gather(one) for number, one in weights.items()}
+        with _before_loops(self._home) if within else contextlib.nullcontext():
+            self._wholes = outer | {number: self._gather(one) for number, one in weights.items()}
         try:
             with self.regions.whole() if loops else contextlib.nullcontext():
                 return proceed(call)
@@ -148,6 +170,19 @@ class LayerCalls:
             return self._group.stack(type(layer).call(layer, found.tensor), found.axis)
 
         return call
+
+
+def _is_in_loop_or_branch(home: Any) -> bool:
+    """Whether a graph's loop or branch is traced, or a loop that TensorFlow vectorizes."""
+    graph = framework_ops.get_default_graph()
+    return vectorized.is_here() or graph is not home and reaches(home)
+
+
+@contextlib.contextmanager
+def _before_loops(home: Any) -> Iterator[None]:
+    """Context in which operations belong to a graph itself, and to none of its loops."""
+    with home.as_default(), tf.name_scope(""):
+        yield
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """
 
     _engine_class = ModelParallelEngine
+    _rows_are_shared = True
 
     def __init__(
         self,

@@ -17,23 +17,25 @@ from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
 
-def agree(control: ControlPlane) -> None:
+def agree(control: ControlPlane, with_tensorflow: bool = False) -> None:
     """Has all workers draw the same numbers from here on, unless they do already.
 
     Args:
         control: Control plane of all workers.
+        with_tensorflow: Whether operations of TensorFlow's without a seed draw them, too: as for
+            workers that compute with the same rows. Others had better draw their own noise.
     """
     drawn = random.getstate(), np.random.get_state(legacy=False), context.global_seed()
     # All starts of a job have its token: where it was lost, it draws again what it drew.
     token = os.environ.get(TOKEN_VARIABLE) or str(random.SystemRandom().random())
     texts = control.exchange("random numbers", f"{_digest(drawn)} {_digest(token)}")
+    seed = int(texts[0].split()[1], 16) % (1 << 31)
+    if with_tensorflow and context.global_seed() is None:
+        tf.random.set_seed(seed)
     if len({text.split()[0] for text in texts}) == 1:
         return
-    seed = int(texts[0].split()[1], 16) % (1 << 31)
     random.seed(seed)
     np.random.seed(seed)
-    if context.global_seed() is None:
-        tf.random.set_seed(seed)
     if control.task.is_chief:
         logger.info(
             "the workers' random numbers differ, as without a seed: all go on from seed %d, so "
