@@ -16,6 +16,7 @@ from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import duplicate_rows, losses
 from keras_psplus.core.data import epochs, iterator_release, unknown_length
 from keras_psplus.core.distributed_engine import DistributedEngine
+from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.core.models.building import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
@@ -213,10 +214,8 @@ class ParameterServerEngine(DistributedEngine):
         trainable = variable._trainable
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
-            shape = getattr(variable, "_shape", None)
-            if shape is None and not callable(value):
-                shape = getattr(value, "shape", None)
-            kind = reports.kind_of(variable, self._context.mode.is_sync)
+            shape = shape_to_be(variable, value)
+            kind = reports.kind_of(variable, shape, self._context.mode.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
                 return call.proceed()
         finally:

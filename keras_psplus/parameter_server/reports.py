@@ -23,23 +23,27 @@ _NEED_WHOLE_TENSORS = ("Lamb", "Muon")
 _LARGEST_STATE = 1 << 16
 
 
-def kind_of(variable: keras.Variable, is_sync: bool) -> str | None:
-    """Kind of a closure variable, or None for a variable that is none."""
+def kind_of(variable: keras.Variable, shape: Sequence[int] | None, is_sync: bool) -> str | None:
+    """Kind of a closure variable, or None for a variable that is none.
+
+    Args:
+        shape: Its shape, which it may be about to get.
+    """
     if variable._name == "seed_generator_state":
         return "seed"
     if accumulates(variable):
         return "total"
-    return "state" if is_sync and _is_state(variable) else None
+    return "state" if is_sync and _is_state(variable, shape or ()) else None
 
 
-def _is_state(variable: keras.Variable) -> bool:
+def _is_state(variable: keras.Variable, shape: Sequence[int]) -> bool:
     """Whether a variable is a layer's own, which steps change otherwise than by gradients."""
     dtype = tf.as_dtype(variable.dtype)
     return (
         variable._is_of_layer
         and not variable.trainable
         and (dtype.is_floating or dtype.is_integer)
-        and math.prod(variable.shape) <= _LARGEST_STATE
+        and math.prod(shape) <= _LARGEST_STATE
     )
 
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
@@ -86,10 +87,8 @@ class ModelParallelEngine(ShardedEngine):
         variable, value = call.owner, call.get("value")
         axis = None
         if variable.trainable and not isinstance(value, tf.Variable):
-            shape = variable._shape
-            if shape is None:  # Keras takes it from the value, later.
-                shape = tuple(tf.convert_to_tensor(value).shape)
-            axis = self.strategy.layouts.axis_of(variable.path, shape)
+            shape = shape_to_be(variable, value)
+            axis = self.strategy.layouts.axis_of(variable.path, shape or ())
         if axis is None:
             return super()._initialize(call)
         extended = self.strategy.extended

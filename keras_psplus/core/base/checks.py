@@ -100,8 +100,10 @@ def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Opti
 
 def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises ValueError if a stateful layer would share its rows among several replicas."""
-    # All workers of parameter servers count as one replica.
-    parts = max(strategy.num_replicas_in_sync, getattr(strategy, "num_workers", 1))
+    parts = strategy.num_replicas_in_sync
+    if not getattr(strategy, "_rows_are_shared", False):
+        # All workers of parameter servers count as one replica.
+        parts = max(parts, getattr(strategy, "num_workers", 1))
     # A pipeline with one micro-batch calls layers with other numbers of rows, too: to plan.
     in_stages = hasattr(strategy, "microbatches")
     among = "micro-batches" if in_stages else f"{parts} replicas"

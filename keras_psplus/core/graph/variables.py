@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.tf_internals import framework_ops as ops
@@ -35,3 +36,17 @@ def record_read(variable: tf.Variable, value: tf.Tensor) -> None:
 def gradient_shape(variable: Any) -> Any:
     """Shape of a variable's gradient: that of this worker's part if layers compute with parts."""
     return getattr(getattr(variable, "_value", variable), "local_shape", variable.shape)
+
+
+def shape_to_be(variable: keras.Variable, value: Any) -> tuple[int, ...] | None:
+    """Shape of a Keras variable that is being made, also of one that is made from a number.
+
+    Args:
+        value: Its initial value, or a function that returns it.
+
+    Returns:
+        None if it is not known yet.
+    """
+    if variable._shape is not None or callable(value):
+        return variable._shape
+    return tuple(tf.convert_to_tensor(value).shape)
