@@ -47,6 +47,7 @@ def shape_to_be(variable: keras.Variable, value: Any) -> tuple[int, ...] | None:
     Returns:
         None if it is not known yet.
     """
-    if variable._shape is not None or callable(value):
-        return variable._shape
+    shape: tuple[int, ...] | None = variable._shape
+    if shape is not None or callable(value):
+        return shape
     return tuple(tf.convert_to_tensor(value).shape)
