@@ -262,29 +262,6 @@ TESTS = {
     "parameter_server/test_jobs.py": [
         "test_steps_that_overlap_go_on_when_each_worker_is_killed",
     ],
-    "faults/test_steps.py": [
-        *("*[dataset of unknown length]", "*[PyDataset]", "test_one_replica_*[Grain]"),
-    ],
-    "faults/test_preemption.py": [
-        *("*_one_task_is_told_to_end[pipeline*", "*_one_task_is_told_to_end[hybrid*"),
-        *("*_launcher_is_told_to_end[pipeline]", "*_launcher_is_told_to_end[sync_*"),
-        *("*_launcher_is_told_to_end[shard_optimizer]", "*_launcher_is_told_to_end[model_*"),
-        "*_launcher_is_told_to_end[async_*",
-    ],
-    # One of each eight does the same as the others, and is something else.
-    "faults/test_elastic.py": [
-        f"test_random_kills_while_workers_come_and_go[{number}]"
-        for number in range(30)
-        if number != 5
-    ]
-    + ["*_connects_to_them[sync]", "*_connects_to_them[async]"],
-    "faults/test_sizes.py": [
-        *("*[async]", "*[pipeline]", "*[placement]", "*[sync]", "*[mirrored]"),
-    ],
-    "faults/test_faults.py": [
-        *("test_a_job_goes_on_or_resumes[all_reduce]", "test_a_job_goes_on_or_resumes[sync_ps]"),
-        "test_a_job_goes_on_or_resumes[hybrid]",
-    ],
 }
 
 

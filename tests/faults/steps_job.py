@@ -141,8 +141,6 @@ CASES = {
     "epochs": (arrays, {}, "epoch", (2, 2)),
     "dataset that goes on": (dataset_that_goes_on, {"steps_per_execution": 2}, 3, (2, 5)),
     "dataset of unknown length": (dataset_of_unknown_length, {}, 3, (2, 5)),
-    # Each replica would drop units of its own.
-    "elastic": (arrays, {}, 3, None),
     "PyDataset": (py_dataset, {}, 3, (2, 5)),
     "Grain": (grain_dataset, {}, 3, (2, 5)),
     "dies in a write": (arrays, {}, 3, None),
@@ -198,10 +196,6 @@ def main():
     strategy = psp.MultiWorkerMirroredStrategy()
     own = folder / (strategy.task.name if strategy.task else "alone")
     own.mkdir(exist_ok=True)
-    if names in (["killed"], ["elastic"]):
-        case = names[0].replace("killed", "arrays")
-        print(json.dumps([*names, *trainer(strategy, own)(case, 1, names[0])]), flush=True)
-        return
     if names == ["dies in a write"]:
         more = [] if (own / names[0]).exists() else [DieInWrite(6)]
         found = trainer(strategy, own)(*names, 1, *names, more=more)
@@ -273,7 +267,7 @@ def trainer(strategy, folder):
                 [
                     keras.Input((4,)),
                     keras.layers.Dense(6, "relu"),
-                    keras.layers.Dropout(0.0 if name == "elastic" else 0.3),
+                    keras.layers.Dropout(0.3),
                     keras.layers.Dense(1),
                 ]
             )

@@ -3,16 +3,17 @@
 import collections
 import contextlib
 import json
-import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 
 from tests.faults import damage
+from tests.support.jobs import run_script
+from tests.support.tables import for_each
 
+pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("backup_job.py")
 
 
@@ -47,18 +48,11 @@ def alone(tmp_path_factory):
 
 
 def run(*args):
-    done = subprocess.run(
-        [sys.executable, str(JOB), *map(str, args)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
     by_kind = collections.defaultdict(list)
-    for kind, where, state in map(json.loads, done.stdout.splitlines()):
-        by_kind[kind].append((where, state))
+    for line in run_script(JOB, *args).splitlines():
+        if line.startswith("["):
+            kind, where, state = json.loads(line)
+            by_kind[kind].append((where, state))
     return by_kind
 
 
@@ -85,7 +79,7 @@ def assert_turns(states, before, after):
     assert states == [before] * turn + [after] * (len(states) - turn)
 
 
-@pytest.mark.parametrize("case", damage.CASES)
+@for_each("case", damage.CASES)
 def test_a_damaged_state_is_named_or_an_older_one_is_used(alone, case):
     file = damage.CASES[case][0]
     error, state = dict(alone["damaged"])[case]
@@ -101,10 +95,8 @@ def test_a_damaged_state_is_named_or_an_older_one_is_used(alone, case):
 
 
 def test_states_without_digests_are_used(alone):
-    assert alone["without digests"] == [
-        ("digests deleted", ["", [2.0, 2]]),
-        ("Keras", ["", [3.0, 3]]),
-    ]
+    states = [("digests deleted", ["", [2.0, 2]]), ("Keras", ["", [3.0, 3]])]
+    assert alone["without digests"] == states
 
 
 def test_a_full_disk_is_told_and_leaves_the_state_before(found):

@@ -5,18 +5,17 @@ import pathlib
 
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
 from tests.faults import kill_sweep
+from tests.support.jobs import run_in_processes
 
+pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("worker_states_job.py")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """By what was done: what each worker prints; and the workers' logs."""
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    args = [tmp_path_factory.mktemp("states")]
-    logs = run_in_processes(JOB, workers=2, args=args, env=env, timeout=560).logs
+    logs = run_in_processes(JOB, tmp_path_factory.mktemp("states"), workers=2).logs
     found = {}
     for log in logs.values():
         for line in log.splitlines():
@@ -33,12 +32,8 @@ def test_all_workers_resume_from_the_state_that_is_whole_on_all_of_them(run):
     assert found["other worker"] == [([0, 1, 2, 3], whole)] * 2
     assert "training resumes from the one before, at epoch 2. Received: " in log
     assert "are lost" not in log.split('["all"')[0]
-
-
-def test_a_state_whose_digests_are_deleted_is_taken_as_it_is(run):
-    found, log = run
+    # The newest has no digests, and is taken without what workers had kept; all are told so.
     ((epochs, weights), other) = found["no digests"]
-    # The newest, without what workers had kept; all are told so, and stay equal.
     assert epochs == [2, 3] and other == (epochs, weights)
     assert "are lost: it has no files of workers" in log
 
@@ -59,6 +54,8 @@ def test_a_worker_that_cannot_write_is_named_on_all(run):
         assert "Received: worker-1 cannot write to " in error
 
 
+# `python tests/faults/kill_sweep.py KIND` has any number of points.
+@pytest.mark.extended
 def test_a_worker_killed_while_it_saves_loses_nothing(tmp_path):
     # Before it has written what it keeps for the second time.
     points, said = [("worker-1", "worker-1", 14)], []
