@@ -47,8 +47,8 @@ pipeline: failure base startup arguments extended stalls graph replicas wire ste
     engine strategy
 sharding: places requests variable exchange sums store weight units plan extended engine full_engine
 serving: frozen_table outside_table export
-tensor_parallel: mesh vectorized late_gathers group variable regions rules layer_calls plan extended engine
-    strategy
+tensor_parallel: mesh vectorized late_gathers group variable regions rules layer_calls plan extended
+    engine strategy
 tables: policies cache keys initial_rows rows expiry admission snapshot changes store files
     row_variable local versions
 """
