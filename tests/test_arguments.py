@@ -15,6 +15,7 @@ from keras_psplus import arguments, compression, updates
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.hybrid import strategy as hybrid
 from keras_psplus.parameter_server import strategy as parameter_server
+from tests.support.tables import for_each
 
 VALUES = st.one_of(
     st.integers(),
@@ -133,7 +134,7 @@ fuzz = hypothesis.settings(
 )
 
 
-@pytest.mark.parametrize(("make", "name"), cases(COMPRESSORS), ids=named)
+@for_each("make, name", cases(COMPRESSORS))
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_compressors(make, name, value):
@@ -149,7 +150,7 @@ def test_compressors(make, name, value):
         assert chosen.most_rows([64, 64], 2) >= 0
 
 
-@pytest.mark.parametrize(("make", "name"), cases(UPDATES), ids=named)
+@for_each("make, name", cases(UPDATES))
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_updates(make, name, value):
@@ -176,7 +177,7 @@ def checks_alone(monkeypatch):
     monkeypatch.setattr(parameter_server.startup, "read_task", end)
 
 
-@pytest.mark.parametrize(("make", "name"), cases(STRATEGIES), ids=named)
+@for_each("make, name", cases(STRATEGIES))
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_strategies(make, name, value, checks_alone):
@@ -186,7 +187,7 @@ def test_strategies(make, name, value, checks_alone):
         pass
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         lambda: updates.Accumulate(10**30),
@@ -215,14 +216,14 @@ def test_what_would_fail_late_is_refused_at_once(make, checks_alone):
         make()
 
 
-@pytest.mark.parametrize("value", [10**5000, -(10**5000)], ids=["large", "small"])
+@for_each("value", [10**5000, -(10**5000)], ids=lambda value: "large" if value > 0 else "small")
 def test_ints_that_python_does_not_write_down_are_refused(value):
     for make in (updates.Accumulate, compression.TopK, compression.Int8):
         with pytest.raises(ValueError, match="Received: .*=a int too long to be shown"):
             make(value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         lambda value: keras_psplus.MultiWorkerMirroredStrategy(compression=value),

@@ -8,9 +8,9 @@ import pytest
 
 from keras_psplus.chaos import spec
 from keras_psplus.chaos.injector import Injector
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.processes import LocalCluster
+from tests.support.jobs import environment
 
 pytestmark = pytest.mark.processes
 # Worker 0 counts steps; worker 1 notes the times for which it was held up.
@@ -53,7 +53,7 @@ def disturbed(tmp_path):
         # Without the package's __init__, which takes seconds.
         folder = str(pathlib.Path(sys.modules[Progress.__module__].__file__).parent)
         with Injector(spec.parse(text, ["worker-0", "worker-1"]), lines.append) as chaos:
-            env = {**chaos.environment, "CLUSTER": folder, "PYTHONPATH": python_path()}
+            env = environment(**chaos.environment, CLUSTER=folder)
             cluster = LocalCluster(
                 command, workers=2, env=env, log_dir=tmp_path, kill_grace=0.2, **kwargs
             )

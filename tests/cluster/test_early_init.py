@@ -1,8 +1,9 @@
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.jobs import environment
 
 pytestmark = pytest.mark.processes
 INSTALL = "from keras_psplus.cluster.process import early_init\nearly_init.install()\n"
@@ -38,7 +39,7 @@ def test_the_call_that_started_the_runtime_is_named(name, tmp_path):
     script.write_text(SCRIPT.format(body=body))
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=560,

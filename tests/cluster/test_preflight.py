@@ -22,6 +22,7 @@ from keras_psplus.cluster.startup.preflight import (
 )
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
+from tests.support.jobs import environment
 
 
 def make_cluster(workers, ps=0):
@@ -438,7 +439,7 @@ def _start(config):
     # Its stdout can only be read until the end of a dead process, and pytest-timeout ends a hang.
     return subprocess.Popen(
         [sys.executable, "-c", TENSORFLOW_TASK],
-        env={**os.environ, "TF_CONFIG": config.to_tf_config(), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        env=environment(TF_CONFIG=config.to_tf_config()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

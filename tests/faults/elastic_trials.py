@@ -20,12 +20,12 @@ import tempfile
 import threading
 import time
 
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
 from keras_psplus.cluster.monitor import job_requests
 from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
 from tests import warm
+from tests.support.jobs import environment
 
 JOB = pathlib.Path(__file__).with_name("elastic_job.py")
 LAYOUT = {"workers": 3, "ps": 1, "chief": True}
@@ -115,12 +115,11 @@ class Trial:
 
     def _launch(self):
         """Runs the job as `keras-psplus run --workers 1:3 --ps 1` does."""
-        env = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": python_path()}
         with self._record:
             self._cluster = LocalCluster(
                 [sys.executable, str(JOB), str(self._folder), *self.options],
                 **LAYOUT,
-                env={**env, **self._record.environment},
+                env=environment(**self._record.environment),
                 log_dir=self._folder / "logs",
                 console=self._lines,
                 grace=30.0,

@@ -8,7 +8,6 @@ turn, and each next round is one point later. To be run by hand; a test of the s
 """
 
 import argparse
-import os
 import pathlib
 import re
 import subprocess
@@ -16,9 +15,9 @@ import sys
 import tempfile
 import time
 
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from tests import warm
+from tests.support.jobs import environment
 
 JOB = pathlib.Path(__file__).with_name("kill_job.py")
 CLUSTERS = {
@@ -49,8 +48,7 @@ def start(kind, folder, kill=None, own=False, epochs=None, grace=0.5, timeout=12
     Returns:
         The cluster's result, and list of triples: a task, the number of an epoch, and a hash.
     """
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = python_path(os.environ)
+    env = environment()
     if kill:
         env["KILL"] = ":".join(map(str, kill))
     if epochs:

@@ -48,8 +48,9 @@ def main():
         failed.touch()
         raise RuntimeError("after the training")
     found = {
-        "weights": [w.tolist() for w in model.get_weights()],
-        "histories": [[h.epoch, h.history] for h in histories],
+        **{f"weight {i}": w.tolist() for i, w in enumerate(model.get_weights())},
+        **{f"losses {i}": h.history["loss"] for i, h in enumerate(histories)},
+        "epochs": [h.epoch for h in histories],
         "left": [link.is_symlink(), sorted(p.name for p in (folder / "backup").iterdir())],
     }
     print(json.dumps([len(trained), found]), flush=True)

@@ -21,7 +21,7 @@ CLUSTERS = {
     "mirrored": [{"workers": 2, "ps": 1}, {"workers": 2, "ps": 1}],
     "hybrid": [{"workers": 2, "ps": 2}, {"workers": 1, "ps": 3}],
     "placement": [{"workers": 2, "ps": servers} for servers in (2, 1, 2)],
-    "sync": [{"chief": True, "workers": 2, "ps": 2}, {"chief": True, "workers": 1, "ps": 3}],
+    "sync": [{"chief": True, "workers": 2, "ps": 1}, {"chief": True, "workers": 1, "ps": 2}],
     "async": [{"chief": True, "workers": 1, "ps": 2}, {"chief": True, "workers": 1, "ps": 3}],
     "pipeline": [{"chief": True, "workers": 3}, {"chief": True, "workers": 2}],
 }
