@@ -1,34 +1,16 @@
 """Trains each case for a step on devices that stand for GPUs, and writes what walks of it find."""
 
 import argparse
-import contextlib
 import json
 import math
 import pathlib
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function import concrete_function
 
 from keras_psplus.cluster.config import read_task_config
 from tests.gpu import cases, fake_gpus, findings, walk
-
-
-@contextlib.contextmanager
-def recorded():
-    """Context whose value is the list of functions that are traced in it."""
-    functions = []
-    init = concrete_function.ConcreteFunction.__init__
-
-    def record(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        functions.append(self)
-
-    concrete_function.ConcreteFunction.__init__ = record
-    try:
-        yield functions
-    finally:
-        concrete_function.ConcreteFunction.__init__ = init
+from tests.support.traced import recorded
 
 
 def uncalled(functions):

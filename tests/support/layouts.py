@@ -80,6 +80,8 @@ LAYOUTS = {
     "ar2": Layout(_all_reduce(), workers=2),
     "ar3": Layout(_all_reduce(), workers=3),
     "ar4": Layout(_all_reduce(), workers=4),
+    # Two workers with two devices each, which are a group.
+    "hosts": Layout(_all_reduce(devices=2, topology=[["worker-0"], ["worker-1"]]), workers=2),
     "opt2": Layout(_all_reduce(shard="optimizer"), workers=2),
     "all2": Layout(_all_reduce(shard="all"), workers=2),
     "tp2": Layout(_makes("ModelParallelStrategy", **_PATIENT), workers=2),

@@ -15,3 +15,23 @@ def assert_close(found, expected, tolerance):
     assert set(found) == set(expected)
     for key, value in expected.items():
         np.testing.assert_allclose(found[key], value, rtol=tolerance, atol=tolerance, err_msg=key)
+
+
+def weights_of(found, kind="weights"):
+    """The arrays of a case's results that are named `KIND/0`, `KIND/1` and so on."""
+    names = [name for name in found if name.startswith(f"{kind}/")]
+    return [found[f"{kind}/{i}"] for i in range(len(names))]
+
+
+def assert_all_close(found, expected, rtol, atol=None):
+    """Two lists of arrays have the same values, to tolerances that are the same by default."""
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol if atol is None else atol)
+
+
+def assert_same(found, expected):
+    """Two lists of arrays have the same values."""
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        np.testing.assert_array_equal(one, other)

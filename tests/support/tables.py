@@ -23,12 +23,12 @@ def for_each(names, values, ids=repr):
         @functools.wraps(test)
         def run(**given):
             errors = []
-            for number, value in enumerate(values, 1):
+            for value in values:
                 case = dict(zip(names, value, strict=True) if len(names) > 1 else [(*names, value)])
                 try:
                     test(**given, **case)
                 except (Exception, pytest.fail.Exception) as error:
-                    error.add_note(f"In case {number}, {ids(value)}")
+                    error.add_note(f"In the case {ids(value)}")
                     errors.append(error)
             if len(errors) == 1:
                 raise errors[0]

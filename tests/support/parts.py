@@ -1,0 +1,98 @@
+"""Options of a strategy that a case swaps, as a process has one strategy, and that are put back."""
+
+import contextlib
+import pathlib
+import tempfile
+
+import keras
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def swapped(*, compression=None, topology=None, updates=None, bucket_bytes=None, jit_blocks=None):
+    """Has an all-reduce strategy train by other options in a block, and count its bytes from 0.
+
+    Without a strategy, as where a case is the reference, nothing changes.
+
+    Args:
+        compression: As of the strategy.
+        topology: As of the strategy.
+        updates: As of the strategy.
+        bucket_bytes: As of the strategy.
+        jit_blocks: As of the strategy.
+
+    Yields:
+        The strategy, or TensorFlow's default one.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy():
+        yield strategy
+        return
+    from keras_psplus import updates as updates_module
+    from keras_psplus.all_reduce.collectives import gradients
+    from keras_psplus.all_reduce.step.updating import MirroredUpdates
+    from keras_psplus.all_reduce.topology import group_topology, hops
+
+    extended = strategy.extended
+    own = {name: getattr(strategy, name) for name in ("_updates", "jit_blocks")}
+    of_extended = ("updating", "_hops", "bucket_bytes", "levels", "reducers")
+    inner = {name: getattr(extended, name) for name in of_extended}
+    workers = [f"worker-{i}" for i in range(strategy.num_workers)]
+    groups = group_topology.get(topology, workers)
+    try:
+        strategy.jit_blocks = jit_blocks
+        strategy._updates = updates_module.get(updates)
+        extended.updating = strategy._updates and MirroredUpdates(strategy._updates, strategy)
+        extended._hops = hops.compressors_per_hop(compression, groups)
+        extended.bucket_bytes = bucket_bytes or gradients.DEFAULT_BUCKET_BYTES
+        extended.set_topology(groups)
+        yield strategy
+    finally:
+        vars(strategy).update(own)
+        vars(extended).update(inner)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+class _Interrupt(keras.callbacks.Callback):
+    """Ends the third epoch before it begins, or after one of its batches."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self._batch, self._epoch = batch, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        if epoch == 2 and self._batch is None:
+            raise _Interrupted
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._epoch == 2 and self._batch is not None and batch >= self._batch:
+            raise _Interrupted
+
+
+def resumed(train, batch=None, save_freq="epoch", changes=lambda folder: None):
+    """Trains until the third epoch, where training is interrupted, and once more from its backup.
+
+    Each worker's backup is in a folder of its own.
+
+    Args:
+        train: Function of a callback or two that makes a model, trains it and returns something.
+        batch: The batch of the third epoch after which it is interrupted, or with which the steps
+            of one call end later; None before the first.
+        save_freq: Of `BackupAndRestore`.
+        changes: Function of the backup's folder, called between.
+
+    Returns:
+        What `train` returns.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            train(keras.callbacks.BackupAndRestore(folder, save_freq), _Interrupt(batch))
+            raise AssertionError("It has not been interrupted.")
+        except _Interrupted:
+            pass
+        changes(pathlib.Path(folder))
+        return train(keras.callbacks.BackupAndRestore(folder, save_freq))
