@@ -1,4 +1,6 @@
-"""Compressors that all-reduce can and cannot serve."""
+"""Arguments that all-reduce refuses, and compressors that it serves."""
+
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import keras_psplus
 from keras_psplus import compression
 from keras_psplus.all_reduce.reduction import compressors, row_routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
+from tests.support.tables import for_each
 
 
 class OnlyExchange(compression.Compressor):
@@ -63,36 +66,92 @@ def summed(compressor):
     return tf.function(lambda: add_up([gradient], [variable], step)[0], autograph=False)()
 
 
-@pytest.mark.parametrize(
-    "unfit, method",
-    [
-        (compression.Compressor(), "encode"),
-        (OnlyExchange(reducible=False), "encode"),
-        (OnlyExchange(is_linear=True), "encode"),
-        ({"*": OnlyExchange(reducible=False)}, "encode"),
-        (compression.ErrorFeedback(OnlyExchange(reducible=False)), "encode"),
-        (Undecoded(), "decode"),
-        (Uncounted(), "wire_bytes"),
-    ],
-    ids=repr,
-)
-def test_what_lacks_a_method_is_refused_before_anything_starts(unfit, method):
+class Biased(compression.RandomK):
+    """Scaled up, with feedback of what is lost."""
+
+    def __init__(self):
+        super().__init__(0.1, unbiased=True)
+        self.error_feedback = True
+
+
+def without(method, *compressors):
     message = f"`compression` must have .* Received: compression=.*, without `{method}`"
+    return [({"compression": one}, message) for one in compressors]
+
+
+PAIRS = [[0, 1], [2, 3]]
+NO_HOPS = '"within" and "between" are the hops of a topology'
+NO_SHARES = "inside groups .* `supports_reduce_scatter`"
+REFUSED = [
+    *without("encode", compression.Compressor(), OnlyExchange(reducible=False)),
+    *without("encode", OnlyExchange(is_linear=True), {"*": OnlyExchange(reducible=False)}),
+    *without("encode", compression.ErrorFeedback(OnlyExchange(reducible=False))),
+    *without("decode", Undecoded()),
+    *without("wire_bytes", Uncounted()),
+    ({"compression": Biased()}, "diverge.* Received: inner="),
+    *(
+        ({"compression": wrong}, "Received: ")
+        for wrong in ("int7", "topk:2", "powersgd:0", "int8:0", 8, {"*": "gzip"})
+    ),
+    ({"compression": {"within": "bf16"}}, f"{NO_HOPS}.*topology="),
+    ({"compression": {"between": "int8"}, "topology": "flat"}, f"{NO_HOPS}.*topology="),
+    *(
+        ({"compression": given, "topology": groups}, f"{message}.* Received: .*compression=")
+        for given, groups, message in (
+            ({"within": "topk:0.1"}, PAIRS, NO_SHARES),
+            ({"within": {"*": "int8"}}, PAIRS, NO_SHARES),
+            ({"within": "powersgd:2"}, "auto", NO_SHARES),
+            ({"between": "int8", "*kernel": "bf16"}, PAIRS, "must have no other keys"),
+            ({"between": "int9"}, PAIRS, "`compression` must be"),
+            ("factors", PAIRS, "gathered by all workers"),
+            ({"between": {"*kernel": "factors"}}, PAIRS, "gathered by all workers"),
+            ("int8", [[0, 1, 2, 3]], 'no hop "between" .* without more than one group'),
+            ({"within": "int8"}, [[0], [1], [2], [3]], 'no hop "within".* a group of several'),
+        )
+    ),
+    *(
+        ({"jit_blocks": number}, "`jit_blocks` must be an int from 2 up. Received: jit_")
+        for number in (0, 1, 2.0, True, "2")
+    ),
+    ({"jit_blocks": 2, "shard": "all"}, "cannot be combined with `shard=.all.*Received: jit_b"),
+]
+NO_GROUPS = [
+    ([["worker-0", "worker-4"]], "worker-4' is none"),
+    ([[0, 1], [2, 4]], "numbers from 0 to 3; 4 is none"),
+    ([[0, 1], [2, True]], "True is none"),
+    ([["worker-0", "worker-1"], ["worker-1", "worker-2", 3]], "worker-1 is there 2 times"),
+    ([["worker-0", 0], ["worker-1", "worker-2", 3]], "worker-0 is there 2 times"),
+    ([["worker-0", "worker-1"], ["worker-2"]], "worker-3 is in none"),
+    ([["worker-0"]], "worker-1, worker-2, worker-3 are in none"),
+    ([[0, 1, 2, 3], []], "each group of `topology` must have a worker"),
+    ("ring", "`topology` must be None"),
+    (["worker-0", "worker-1"], "`topology` must be None"),
+    ([], "`topology` must be None"),
+    (3, "`topology` must be None"),
+]
+
+
+@pytest.fixture
+def four_workers(monkeypatch):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in range(2, 6)]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+
+
+@for_each("arguments, message", REFUSED)
+def test_arguments_are_refused_before_anything_starts(arguments, message, four_workers):
     with pytest.raises(ValueError, match=message):
-        keras_psplus.MultiWorkerMirroredStrategy(compression=unfit)
+        keras_psplus.MultiWorkerMirroredStrategy(**arguments)
 
 
-def test_unbiased_scaling_with_error_feedback_is_refused_before_anything_starts():
-    class Asks(compression.RandomK):
-        def __init__(self):
-            super().__init__(0.1, unbiased=True)
-            self.error_feedback = True
-
-    with pytest.raises(ValueError, match="diverge.* Received: inner="):
-        keras_psplus.MultiWorkerMirroredStrategy(compression=Asks())
+@for_each("topology, message", NO_GROUPS)
+def test_groups_that_are_none_are_refused_before_anything_starts(topology, message, four_workers):
+    for strategy in keras_psplus.MultiWorkerMirroredStrategy, keras_psplus.HybridStrategy:
+        with pytest.raises(ValueError, match=f"{message}.* Received: topology="):
+            strategy(topology=topology)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fit",
     [
         OnlyExchange(),
@@ -103,20 +162,18 @@ def test_unbiased_scaling_with_error_feedback_is_refused_before_anything_starts(
         Chooser(compression.Sign()),
         {"*/kernel": "int8", "*": OnlyExchange()},
     ],
-    ids=repr,
 )
 def test_what_has_what_its_way_needs_is_taken(fit):
     assert compressors.compressor_of(fit) is not None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fit",
     [
         OnlyExchange(),
         compression.ErrorFeedback(OnlyExchange(is_linear=True)),
         Chooser(OnlyExchange()),
     ],
-    ids=repr,
 )
 def test_rounds_alone_are_enough_for_a_sum(fit):
     np.testing.assert_array_equal(summed(fit), np.arange(80.0).reshape(40, 2))

@@ -9,6 +9,7 @@ from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.core.jobs import error_report, failure
 from keras_psplus.engine import Call
+from tests.support.tables import for_each
 
 TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 1)
 
@@ -21,7 +22,7 @@ def raise_as(monkeypatch, message):
         raise tf.errors.InvalidArgumentError(None, None, message)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "message",
     [
         "label value of 12 is outside the valid range of [0, 10)",
@@ -35,7 +36,7 @@ def test_errors_of_this_task_stay_what_they_are(monkeypatch, message):
         raise_as(monkeypatch, message)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "message",
     [
         "Error reported from /job:worker/replica:0/task:0: ended",

@@ -7,13 +7,14 @@ from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus.all_reduce.collectives import gpu_sums, implementation
 from keras_psplus.all_reduce.collectives.operations import Launcher
+from tests.support.tables import for_each
 
 OPTIONS = tf.distribute.experimental.CommunicationOptions
 KINDS = tf.distribute.experimental.CommunicationImplementation
 
 
-@pytest.mark.parametrize("shape", [(7, 11, 13), (2,), ()])
-@pytest.mark.parametrize("replicas", [2, 3])
+@for_each("shape", [(7, 11, 13), (2,), ()])
+@for_each("replicas", [2, 3])
 def test_bfloat16_is_summed_share_by_share(shape, replicas):
     parts = [
         tf.cast(tf.random.stateless_normal(shape, [1, i]), tf.bfloat16) for i in range(replicas)

@@ -14,6 +14,7 @@ from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.startup import peer_sampling
 from keras_psplus.cluster.wire.unresponsive import ANSWERS, GONE, SILENT, is_silent, places_of
 from keras_psplus.core.jobs import error_report, failure
+from tests.support.tables import for_each
 
 
 def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):
@@ -29,7 +30,7 @@ def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):
     return None
 
 
-@pytest.mark.parametrize("phase", [-5 - 0.05 * i for i in range(30)])
+@for_each("phase", [-5 - 0.05 * i for i in range(30)])
 def test_the_figure_is_true_to_within_two_seconds(phase):
     assert dead_after(18, phase) is None
     assert 18 <= dead_after(22.5, phase) <= 22
@@ -141,9 +142,9 @@ def test_nobody_is_asked_while_steps_go_on(monkeypatch):
     asked = []
     runtime = types.SimpleNamespace(abort_collective_ops=lambda *args: None)
     monkeypatch.setattr(heartbeat.context, "context", lambda: runtime)
-    watch = HeartbeatWatch(TASK, 0.8)
+    watch = HeartbeatWatch(TASK, 0.4)
     watch._asks = lambda *_: asked.append(time.monotonic()) or True
-    steps = Steps(1)
+    steps = Steps(0.5)
     watch.start(steps)
     end = time.monotonic() + 20
     while not watch.lost and time.monotonic() < end:

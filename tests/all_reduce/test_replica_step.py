@@ -2,7 +2,6 @@ import types
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
@@ -13,6 +12,7 @@ from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.batches import Batch
 from keras_psplus.engine import Call
+from tests.support.tables import for_each
 
 ENGINE = types.SimpleNamespace(sums_eagerly=True, sum_parts=None)
 
@@ -45,7 +45,7 @@ class Extended:
         return list(tensors)
 
 
-@pytest.mark.parametrize("tensors", [[], [tf.constant(2.0)]])
+@for_each("tensors", [[], [tf.constant(2.0)]])
 def test_replicas_meet_at_the_fence_once_and_again_only_after_a_push(tensors):
     extended = Extended(Barrier())
     with MirroredReplicaStep(ENGINE, extended) as step:
@@ -67,7 +67,7 @@ def test_without_tables_nothing_is_added():
     assert extended.sums == [0]
 
 
-@pytest.mark.parametrize(("before", "part"), [(np.inf, 2.0), (1.0, np.inf), (np.inf, -np.inf)])
+@for_each("before, part", [(np.inf, 2.0), (1.0, np.inf), (np.inf, -np.inf)])
 def test_an_infinite_total_is_that_of_one_process(before, part):
     total = tf.Variable(before)
     with MirroredReplicaStep(ENGINE, Extended(None)) as step:
@@ -94,7 +94,7 @@ class Strategy:
     pass
 
 
-@pytest.mark.parametrize("rank, left", [(0, 4.0), (1, 0.0)])
+@for_each("rank, left", [(0, 4.0), (1, 0.0)])
 def test_a_sum_over_all_replicas_is_left_to_the_first(rank, left):
     strategy = Strategy()
     strategy.extended = types.SimpleNamespace(
@@ -120,7 +120,7 @@ class OwnChoice(compression.Int8):
         return compression.PowerSGD(1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "chosen, expected",
     [
         (None, False),
@@ -152,7 +152,7 @@ def test_a_replica_counts_by_its_rows():
             assert float(losses.gradient(call)) == expected
 
 
-@pytest.mark.parametrize("local_rows", [0, 1, 3])
+@for_each("local_rows", [0, 1, 3])
 def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
     extended = OfRows()
 

@@ -1,14 +1,11 @@
 """Topologies and hops that there are and are not, and how links make groups."""
 
 import itertools
-import json
 import types
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
-import keras_psplus
 from keras_psplus import compression
 from keras_psplus.all_reduce.topology import (
     auto_topology,
@@ -20,64 +17,10 @@ from keras_psplus.all_reduce.topology import (
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.hops import compressors_per_hop
 from keras_psplus.cluster import TaskConfig
+from tests.support.tables import for_each
 
 NAMES = ["worker-0", "worker-1", "worker-2", "worker-3"]
 PAIRS = Topology(((0, 1), (2, 3)))
-
-
-@pytest.fixture
-def four_workers(monkeypatch):
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in range(2, 6)]}
-    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ([["worker-0", "worker-4"]], "worker-4' is none"),
-        ([[0, 1], [2, 4]], "numbers from 0 to 3; 4 is none"),
-        ([[0, 1], [2, True]], "True is none"),
-        ([["worker-0", "worker-1"], ["worker-1", "worker-2", 3]], "worker-1 is there 2 times"),
-        ([["worker-0", 0], ["worker-1", "worker-2", 3]], "worker-0 is there 2 times"),
-        ([["worker-0", "worker-1"], ["worker-2"]], "worker-3 is in none"),
-        ([["worker-0"]], "worker-1, worker-2, worker-3 are in none"),
-        ([[0, 1, 2, 3], []], "each group of `topology` must have a worker"),
-        ("ring", "`topology` must be None"),
-        (["worker-0", "worker-1"], "`topology` must be None"),
-        ([], "`topology` must be None"),
-        (3, "`topology` must be None"),
-    ],
-)
-@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "HybridStrategy"])
-def test_groups_that_are_none_are_refused_before_anything_starts(
-    strategy, given, message, four_workers
-):
-    with pytest.raises(ValueError, match=f"{message}.* Received: topology="):
-        getattr(keras_psplus, strategy)(topology=given)
-
-
-@pytest.mark.parametrize(
-    "given, groups, message",
-    [
-        ({"within": "bf16"}, None, '"within" and "between" are the hops of a topology'),
-        ({"between": "int8"}, "flat", '"within" and "between" are the hops of a topology'),
-        ({"within": "topk:0.1"}, PAIRS.groups, "inside groups .* `supports_reduce_scatter`"),
-        ({"within": {"*": "int8"}}, PAIRS.groups, "inside groups .* `supports_reduce_scatter`"),
-        ({"within": "powersgd:2"}, "auto", "inside groups .* `supports_reduce_scatter`"),
-        ({"between": "int8", "*kernel": "bf16"}, PAIRS.groups, "must have no other keys"),
-        ({"between": "int9"}, PAIRS.groups, "`compression` must be"),
-        ("factors", PAIRS.groups, "gathered by all workers"),
-        ({"between": {"*kernel": "factors"}}, PAIRS.groups, "gathered by all workers"),
-        ("int8", [[0, 1, 2, 3]], 'no hop "between" in a topology without more than one group'),
-        ({"within": "int8"}, [[0], [1], [2], [3]], 'no hop "within".* a group of several workers'),
-    ],
-)
-def test_hops_that_are_not_there_are_refused_before_anything_starts(
-    given, groups, message, four_workers
-):
-    with pytest.raises(ValueError, match=f"{message}.* Received: .*compression="):
-        keras_psplus.MultiWorkerMirroredStrategy(compression=given, topology=groups)
 
 
 def test_one_value_is_for_the_hop_between_groups():
@@ -115,7 +58,7 @@ def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
     assert group_topology.get(None, NAMES) == group_topology.get("flat", NAMES) == "flat"
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 7, 8])
+@for_each("number", [2, 3, 4, 7, 8])
 def test_each_pair_is_measured_once_and_nobody_twice_at_a_time(number):
     rounds = links.rounds_of_pairs(number)
     assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(number), 2))
@@ -133,7 +76,7 @@ def measured(racks, far=10.0, noise=1.3):
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     "racks, groups",
     [
         ("aabb", ((0, 1), (2, 3))),
@@ -162,7 +105,7 @@ def test_table_of_links():
     assert table.split("\n")[1].split() == ["worker-0", "1.0", "ms", "100", "Mbit/s"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shape, number, shard",
     [
         ((16, 40), 2, (8, 40)),
@@ -205,7 +148,7 @@ class Exchange:
         return tensor
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+@for_each("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_rows_of_any_type_are_summed_and_gathered(dtype):
     rows = tf.cast(tf.reshape(tf.range(15), [3, 5]), dtype)
     summed = group_routes.scatter(Exchange(3), rows)
