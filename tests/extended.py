@@ -124,51 +124,6 @@ TESTS = {
         "test_worker_that_stops_training_alone_within_an_epoch[stop-0]",
         "test_worker_that_stops_training_alone_within_an_epoch[stop between averages-1]",
     ],
-    "all_reduce/test_compression.py": [
-        f"{test}[{kind}{name}]"
-        for name in ("topk_warmup", "topk_momentum", "randomk", "powersgd_late")
-        for test, kind in (
-            ("test_training_computes_what_the_compressor_says", "run-"),
-            ("test_bytes_are_those_of_the_compressor", ""),
-        )
-    ]
-    + [
-        f"test_training_computes_what_the_compressor_says[run_of_four-{name}]"
-        for name in ("bf16", "topk", "powersgd", "int8")
-    ]
-    + [
-        "test_four_workers_end_with_the_same_bits",
-        *("test_factors_add_up_*[run_of_four]", "test_bytes_of_factors_*run_of_four]"),
-        *("test_resumed_training_is_as_if_never_interrupted[powersgd]", "test_few_numbers_that*"),
-        *(f"test_numbers_that_are_not_finite*[{name}]" for name in ("bf16", "topk", "powersgd")),
-    ],
-    "all_reduce/test_topology.py": [
-        "test_training_equals_one_process[exact-apart]",
-        *(f"*[{name}-pairs]" for name in ("topk", "by_variable", "halves", "powersgd")),
-        *("*[both-apart]", "*[diloco-apart]", "*[resumed-three]", "*[loops-three]"),
-    ],
-    "all_reduce/test_updates.py": [
-        *("*[outer adam]", "*[overlap]", "*[eagerly]", "*[flush]", "*[two optimizers]"),
-        *(
-            "*[every step]",
-            "*[post-local]",
-            "*[own_step]",
-            "*[accumulate]",
-            "*_as_recorded[fragments]",
-        ),
-        "test_averaging_at_every_step_is_synchronous_training",
-        "test_a_process_without_a_cluster_does_the_same[1]",
-    ],
-    "all_reduce/test_own_steps.py": [
-        f"test_two_workers_equal_one_process[{name}]"
-        for name in (
-            *("OneOfThemClipped", "LoggedBefore", "LoggedOnly", "OwnOptimizer", "Eagerly"),
-            *("SeveralSteps", "LossScaleAsItIs", "KerasAccumulation", "InBranch"),
-            *("GradientsInFunctionEagerly", "ClipByValueOrNormalise", "LoggedAfter", "LossScale"),
-            *("ChangedAfterFunctionEagerly", "DerivedByHandEagerly", "KeptInVariablesEagerly"),
-            *("RowsVectorized", "TwoOptimizers", "SharpnessAware", "MeanOfLoop"),
-        )
-    ],
     "parameter_server/test_compression.py": [
         f"test_{name}"
         for name in (

@@ -15,7 +15,6 @@ from keras_psplus import arguments, compression, updates
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.hybrid import strategy as hybrid
 from keras_psplus.parameter_server import strategy as parameter_server
-from tests.support.tables import for_each
 
 VALUES = st.one_of(
     st.integers(),
@@ -134,7 +133,7 @@ fuzz = hypothesis.settings(
 )
 
 
-@for_each("make, name", cases(COMPRESSORS))
+@pytest.mark.parametrize(("make", "name"), cases(COMPRESSORS), ids=named)
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_compressors(make, name, value):
@@ -150,7 +149,7 @@ def test_compressors(make, name, value):
         assert chosen.most_rows([64, 64], 2) >= 0
 
 
-@for_each("make, name", cases(UPDATES))
+@pytest.mark.parametrize(("make", "name"), cases(UPDATES), ids=named)
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_updates(make, name, value):
@@ -177,7 +176,7 @@ def checks_alone(monkeypatch):
     monkeypatch.setattr(parameter_server.startup, "read_task", end)
 
 
-@for_each("make, name", cases(STRATEGIES))
+@pytest.mark.parametrize(("make", "name"), cases(STRATEGIES), ids=named)
 @fuzz
 @hypothesis.given(value=VALUES)
 def test_strategies(make, name, value, checks_alone):
@@ -187,7 +186,7 @@ def test_strategies(make, name, value, checks_alone):
         pass
 
 
-@for_each(
+@pytest.mark.parametrize(
     "make",
     [
         lambda: updates.Accumulate(10**30),
@@ -216,14 +215,14 @@ def test_what_would_fail_late_is_refused_at_once(make, checks_alone):
         make()
 
 
-@for_each("value", [10**5000, -(10**5000)], ids=lambda value: "large" if value > 0 else "small")
+@pytest.mark.parametrize("value", [10**5000, -(10**5000)], ids=["large", "small"])
 def test_ints_that_python_does_not_write_down_are_refused(value):
     for make in (updates.Accumulate, compression.TopK, compression.Int8):
         with pytest.raises(ValueError, match="Received: .*=a int too long to be shown"):
             make(value)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "make",
     [
         lambda value: keras_psplus.MultiWorkerMirroredStrategy(compression=value),

@@ -1,11 +1,12 @@
 """One base class for all errors of a cluster; lost tasks are named in attributes, too."""
 
+import pytest
+
 import keras_psplus as psp
 from keras_psplus import all_reduce, cluster, errors, hybrid
 from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server.scheduling import failure as servers
 from keras_psplus.pipeline import failure as stages
-from tests.support.tables import for_each
 
 
 def test_every_error_has_the_base_class():
@@ -28,7 +29,7 @@ def test_names_in_other_modules_are_the_same_classes():
     assert stages.StageLostError is errors.StageLostError
 
 
-@for_each(
+@pytest.mark.parametrize(
     "message, tasks",
     [
         (failure.lost_message("worker-1 (a.b:2)", "worker-0", "reset"), [("worker-1", "a.b:2")]),

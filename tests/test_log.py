@@ -9,8 +9,6 @@ import pytest
 
 from keras_psplus import log
 
-pytestmark = pytest.mark.processes
-
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_line_on_a_terminal_takes_the_place_of_a_progress_bar(terminal):

@@ -9,7 +9,6 @@ import pytest
 from tests import warm
 from tests.endings import wait_for_end
 
-pytestmark = pytest.mark.processes
 TELLS = """
 import json, os, random, sys, tempfile, time
 print(json.dumps({

@@ -1,10 +1,5 @@
 """Calls of models that XLA compiles under two replicas."""
 
-import json
-import pathlib
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -13,50 +8,42 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.core.graph import xla_operations
-
-pytestmark = pytest.mark.timeout(1500)
-
-JOB = pathlib.Path(__file__).with_name("compiled_job.py")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compiled") / "results.json"
-    done = subprocess.run(
-        [sys.executable, str(JOB), path], capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(pathlib.Path(path).read_text())
+from tests.all_reduce.compiled_cases import refused, trained
+from tests.support.cluster import reference, run
+from tests.support.results import assert_close
+from tests.support.tiers import extended
 
 
-@pytest.mark.parametrize(("name", "calls"), [("dense", 2), ("pair", 4), ("recurrent", 4)])
-def test_two_replicas_equal_one_compiled_process(name, calls, results):
-    # Each replica's, once in the trace.
-    assert results[f"{name} calls"] >= calls
-    two, one = results[name], results[f"{name} alone"]
-    assert set(two["logs"]) == set(one["logs"])
-    for key, values in one["logs"].items():
-        np.testing.assert_allclose(two["logs"][key], values, rtol=2e-5, atol=2e-5, err_msg=key)
-    for found, expected in zip(two["weights"], one["weights"]):
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "whole", "calls"), [("noisy", "noisy", 8), ("recurrent", "recurrent alone", 6)]
+    "name, rows, calls",
+    [("dense", 8, 2), *extended(("dense", 12, 2), ("Pair", 8, 4), ("recurrent", 8, 4))],
 )
-def test_parts_of_a_model_are_what_the_model_is(name, whole, calls, results):
-    assert results[f"{name} in parts calls"] == calls
-    found, expected = results[f"{name} in parts"], results[whole]
-    for key, values in expected["logs"].items():
-        np.testing.assert_allclose(found["logs"][key], values, rtol=2e-5, atol=2e-5, err_msg=key)
-    for one, other in zip(found["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+def test_two_replicas_equal_one_process(name, rows, calls):
+    found = run("devices2", trained, name=name, rows=rows).first
+    expected = reference(trained, name=name, rows=rows)
+    # Each replica's, once in the trace.
+    assert found.pop("calls") >= calls
+    assert_close(found, expected, 2e-5)
 
 
-def test_what_xla_cannot_compile_is_refused_by_name(results):
-    assert "none that XLA can compile: the call of " in results["loop"]
-    assert "cannot compile its While" in results["loop"]
-    assert "Received: jit_compile=True" in results["loop"]
+@pytest.mark.processes
+@pytest.mark.extended
+@pytest.mark.parametrize("name, calls", [("noisy", 8), ("recurrent", 6)])
+def test_parts_of_a_model_are_what_the_model_is(name, calls):
+    found = run("devices2", trained, name=name, jit_blocks=4).first
+    expected = dict(run("devices2", trained, name=name).first)
+    assert found.pop("calls") == calls
+    expected.pop("calls")
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.processes
+def test_what_xla_cannot_compile_is_refused_by_name():
+    error = str(run("devices2", refused).first["error"])
+    assert "none that XLA can compile: the call of " in error
+    assert "cannot compile its While" in error
+    assert "Received: jit_compile=True" in error
 
 
 def test_operations_are_looked_up_in_called_functions():

@@ -6,7 +6,6 @@ import pytest
 from lab import document, ideal, launches, methods, work
 
 from keras_psplus.catalogue import lookup
-from tests.support.tables import for_each
 
 DENSE, SPARSE = work.SIZES["full"]["dense"], work.SIZES["full"]["sparse"]
 WHOLE = 4 * (784 * 1600 + 1600 * 1600 + 1600 * 700 + 700 * 10 + 1600 + 1600 + 700 + 10)
@@ -66,8 +65,8 @@ def test_selection_brings_what_is_compared_with():
         names("ddp", "dpd")
 
 
-@for_each(
-    "traits, workers, megabytes",
+@pytest.mark.parametrize(
+    ("traits", "workers", "megabytes"),
     [
         (methods.Traits(), 2, WHOLE / 1e6),
         (methods.Traits(), 4, 1.5 * WHOLE / 1e6),

@@ -116,7 +116,6 @@ def assert_equal(folder, names, made, expected):
             np.testing.assert_allclose(found[key], expected[key], atol=2e-5, err_msg=key)
 
 
-@pytest.mark.processes
 def test_a_script_is_measured_and_trained_by_two_workers(
     script, one_process, tmp_path, capsys, monkeypatch
 ):

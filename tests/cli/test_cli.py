@@ -17,7 +17,6 @@ from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster.monitor import progress
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.process.termination import GRACE_VARIABLE
-from tests.support.tables import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -50,21 +49,23 @@ def test_help(capsys):
     assert main.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(command in out for command in ("run", "serve", "doctor", "bench"))
-    helps = {}
     for command in ("run", "serve", "doctor"):
         assert main.main([command, "--help"]) == 0
-        helps[command] = capsys.readouterr().out
-        assert f"usage: keras-psplus {command}" in helps[command]
-    assert main.main(["run", "-h"]) == 0
-    assert capsys.readouterr().out == helps["run"]
+        assert f"usage: keras-psplus {command}" in capsys.readouterr().out
+
+
+def test_run_help_explains_every_flag(capsys):
+    main.main(["run", "-h"])
+    out = capsys.readouterr().out
     for flag in ("workers", "ps", "chief", "strategy", "log_dir", "timeout", "dry_run", "hosts"):
-        assert flag in helps["run"]
-    assert max(map(len, helps["run"].splitlines())) <= 100
-    # It names entries that there are.
-    named = re.findall(r"--strategy (\w+)", helps["run"])
+        assert flag in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_run_help_names_entries_that_there_are(capsys):
+    main.main(["run", "-h"])
+    named = re.findall(r"--strategy (\w+)", capsys.readouterr().out)
     assert len(named) > 1 and set(named) <= set(lookup.names())
-    assert main.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"keras-psplus {keras_psplus.__version__}\n"
 
 
 def test_run_lists_the_entries(capsys):
@@ -86,8 +87,8 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         assert variables["KERAS_PSPLUS_UPDATES"] == "local_sgd:8"
 
 
-@for_each(
-    "flags, message",
+@pytest.mark.parametrize(
+    ("flags", "message"),
     [
         ("--ps 1 --strategy all_reduce", "leave out --ps, or take one of accumulated_parameter"),
         ("--ps 1 --strategy single", "has no use for parameter servers"),
@@ -144,8 +145,8 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script, tmp_path)
     assert message in error and "Received: " in error, error
 
 
-@for_each(
-    "argv, message",
+@pytest.mark.parametrize(
+    ("argv", "message"),
     [
         ([], "usage: keras-psplus COMMAND"),
         (["runn"], "no command 'runn'"),
@@ -182,7 +183,7 @@ def test_usage_errors_exit_with_2(argv, message, capsys, script):
     assert message in captured.err + captured.out
 
 
-@for_each("flags", [[], ["--grace", "2.5"], ["--grace=0"]])
+@pytest.mark.parametrize("flags", [[], ["--grace", "2.5"], ["--grace=0"]])
 def test_exec_tells_the_script_its_grace(flags, monkeypatch, script):
     monkeypatch.setenv(GRACE_VARIABLE, "7")
     monkeypatch.setattr(os, "execv", lambda path, argv: None)
@@ -220,10 +221,14 @@ def test_dry_run_prints_every_task(capsys, script, tmp_path):
 
 def test_layout_defaults(capsys, script):
     assert list(dry_run(capsys, "--dry_run", script)) == ["worker-0", "worker-1"]
-    tasks = dry_run(capsys, "--dry_run", "--nochief", "--workers=1", "--ps=1", script)
-    assert list(tasks) == ["worker-0", "ps-0"]
-    tasks = dry_run(capsys, "--dry_run", "--chief", "--workers=1", script)
-    assert list(tasks) == ["chief-0", "worker-0"]
+    assert list(dry_run(capsys, "--dry_run", "--nochief", "--workers=1", "--ps=1", script)) == [
+        "worker-0",
+        "ps-0",
+    ]
+    assert list(dry_run(capsys, "--dry_run", "--chief", "--workers=1", script)) == [
+        "chief-0",
+        "worker-0",
+    ]
 
 
 def test_hosts_are_printed_not_started(capsys, script):
@@ -257,11 +262,16 @@ def test_flags_behind_the_script_are_named(capsys, tmp_path, monkeypatch):
     assert "behind the script" not in text and "keras-psplus: KERAS_BACKEND=jax: " in text
 
 
-@for_each("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_run_without_streams(closed, script, tmp_path):
     command = f"{sys.executable} -OO -m keras_psplus run --workers=1 --log_dir={tmp_path} {script}"
     assert subprocess.run(["sh", "-c", f"{command} {closed}"], timeout=60).returncode == 0
     assert (tmp_path / "worker-0.log").read_text() == "args []\n"
+
+
+def test_version(capsys):
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"keras-psplus {keras_psplus.__version__}\n"
 
 
 def test_run_passes_arguments_and_success(capsys, script, tmp_path):
@@ -363,10 +373,21 @@ def test_run_puts_faults_into_a_job(tmp_path, capfd):
 def test_ctrl_c_ends_the_command(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import time\nprint('started', flush=True)\ntime.sleep(100)\n")
-    flags = ["--workers=2", "--max_restarts=3", f"--log_dir={tmp_path}"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    words = [sys.executable, "-m", "keras_psplus", "run", *flags, script]
-    with subprocess.Popen(words, **streams) as command:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "keras_psplus",
+            "run",
+            "--workers=2",
+            "--max_restarts=3",
+            f"--log_dir={tmp_path}",
+            script,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
         try:
             assert [command.stdout.readline().split()[1] for _ in range(2)] == ["started"] * 2
             command.send_signal(signal.SIGINT)
@@ -378,8 +399,13 @@ def test_ctrl_c_ends_the_command(tmp_path):
 
 
 def test_the_launcher_does_not_import_tensorflow():
-    names = ("catalogue.lookup", "cli.run", "cluster.config", "cluster.ports", "cluster.processes")
-    modules = [f"keras_psplus.{name}" for name in names]
+    modules = [
+        "keras_psplus.catalogue.lookup",
+        "keras_psplus.cli.run",
+        "keras_psplus.cluster.config",
+        "keras_psplus.cluster.ports",
+        "keras_psplus.cluster.processes",
+    ]
     # As a namespace package: whether `import keras_psplus` itself is quick is tested elsewhere.
     code = (
         "import importlib, sys, types\n"
@@ -409,7 +435,16 @@ def test_doctor_without_a_cluster(capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert "of TensorFlow" not in out + err and "not compiled yet" in out
     assert out.index("TensorFlow says\n  something else") > out.index("trains alone")
-    for text in ("python", "tensorflow", "keras", "numpy", "cores", "GiB free", "CPU:0", "C++ ker"):
+    for text in (
+        "python",
+        "tensorflow",
+        "keras",
+        "numpy",
+        "cores",
+        "GiB free",
+        "CPU:0",
+        "C++ kernels",
+    ):
         assert text in out
     assert "this process trains alone" in out and "No problem found." in out
 
@@ -440,21 +475,25 @@ def test_doctor_shows_a_broken_tf_config(capsys, monkeypatch):
     assert "not valid JSON" in capsys.readouterr().out
 
 
-PS = '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}, "task": {"type": "ps", "index": 0}}'
-
-
-@for_each(
+@pytest.mark.parametrize(
     "tf_config, message",
     [
         ("", "needs a cluster of at least two workers.* Received: TF_CONFIG="),
         ("{", "TF_CONFIG is not valid JSON"),
-        (PS, "--links measures workers. Received: ps-0"),
+        (
+            '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]}, '
+            '"task": {"type": "ps", "index": 0}}',
+            "--links measures workers. Received: ps-0",
+        ),
     ],
 )
 def test_doctor_measures_links_of_workers_only(tf_config, message, capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", tf_config)
     assert main.main(["doctor", "--links"]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_json_of_doctor_is_of_hooks_or_links(capsys):
     assert main.main(["doctor", "--json"]) == 2
     assert "goes with --hooks and --links. Received: --json" in capsys.readouterr().err
 
@@ -501,12 +540,16 @@ def test_doctor_says_what_does_not_fit(capsys, monkeypatch):
 
 
 def test_bench_runs_the_checkouts_script(tmp_path, capfd):
-    assert bench.main([], checkout=tmp_path) == 2
-    assert "Get a checkout" in capfd.readouterr().err
-    assert bench.main(["--help"], checkout=tmp_path) == 0
-    assert "get a checkout" in capfd.readouterr().out
     (tmp_path / "benchmarks").mkdir()
-    script = "import sys\nprint(sys.argv[1:])\nsys.exit(5)\n"
-    (tmp_path / "benchmarks" / "bench.py").write_text(script)
+    (tmp_path / "benchmarks" / "bench.py").write_text(
+        "import sys\nprint(sys.argv[1:])\nsys.exit(5)\n"
+    )
     assert bench.main(["--steps", "3"], checkout=tmp_path) == 5
     assert "['--steps', '3']" in capfd.readouterr().out
+
+
+def test_bench_says_where_the_benchmarks_are(tmp_path, capsys):
+    assert bench.main([], checkout=tmp_path) == 2
+    assert "Get a checkout" in capsys.readouterr().err
+    assert bench.main(["--help"], checkout=tmp_path) == 0
+    assert "get a checkout" in capsys.readouterr().out

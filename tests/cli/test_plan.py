@@ -101,7 +101,6 @@ def test_the_command_and_the_library_mean_the_same_variable():
     assert plan_script._VARIABLE == plan_request.VARIABLE
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["own", *extended("deep")])
 def test_stages_of_a_pipeline(plan, kind):
     flags = ["--stages=4", "--microbatches=8", "--schedule=1f1b"]
@@ -121,7 +120,6 @@ def test_stages_of_a_pipeline(plan, kind):
     assert [line.split()[0] for line in stages] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "flags, kind, message",
     [
@@ -141,14 +139,12 @@ def test_no_plan(flags, kind, message, plan):
     assert "Traceback" not in printed.err and printed.out == ""
 
 
-@pytest.mark.processes
 def test_a_script_that_fails(plan):
     code, printed = plan("--stages=2", kind="fails")
     assert code == 1
     assert "Traceback" in printed.err and "of the script's own" in printed.err
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["named", *extended("updates")])
 def test_measurements_of_a_script(kind, plan):
     flags = ["--workers=4", "--ps=2", "--link=100mbit", "--delay=1", "--memory=5MB", "--json"]
@@ -188,7 +184,6 @@ def test_measurements_of_a_script(kind, plan):
     assert by_name["sync_parameter_server"]["received"] == dense + 11 * 32
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers, kind", [(4, "named"), *extended((1024, "servers"))])
 def test_a_table_and_nothing_else(workers, kind, plan):
     code, printed = plan(f"--workers={workers}", "--ps=0", kind=kind)
@@ -209,7 +204,6 @@ def test_a_table_and_nothing_else(workers, kind, plan):
     assert rows[-1].startswith("pipedream, pipeline, pipeline_gpipe: see keras-psplus plan")
 
 
-@pytest.mark.processes
 def test_links_of_a_file(plan, tmp_path, asked, monkeypatch):
     # The script is not run for three workers.
     monkeypatch.setattr(plan_script, "ask", lambda command, **o: asked(command, **{**o, **FOUR}))
@@ -263,7 +257,6 @@ def test_what_cannot_be_measured(flags, cluster, message, plan, monkeypatch):
     assert code == 2 and re.search(message, printed.err), printed.err
 
 
-@pytest.mark.processes
 def test_links_are_measured_by_the_workers_of_a_cluster(asked, tmp_path):
     def command():
         import json

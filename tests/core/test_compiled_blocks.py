@@ -5,7 +5,7 @@ import keras
 import keras_psplus as psp
 from keras_psplus.core.graph.model_segments import nodes_in_order
 from keras_psplus.core.models.compiled_blocks import CompiledBlocks
-from tests.all_reduce.jit_blocks_job import Encoder
+from tests.all_reduce.jit_blocks_cases import Encoder
 
 layers = keras.layers
 

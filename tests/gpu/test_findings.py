@@ -6,7 +6,6 @@ import tensorflow as tf
 from tests.gpu import kernels
 from tests.gpu.findings import BATCH, COPY, EDGES, INT32, NO_KERNEL, REDUCE, WAIT, find
 from tests.gpu.walk import HOST, Walk
-from tests.support.tables import for_each
 
 GRADIENT = 1 << 16
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
@@ -31,73 +30,65 @@ def found(step, *specs, device=GPU):
     return {(each.kind, each.op) for each in find(walk, GRADIENT)}
 
 
-def nth_element(x):
-    return tf.raw_ops.NthElement(input=x, n=5)
+def test_nothing_is_found_in_arithmetic():
+    assert found(lambda x: tf.reduce_sum(tf.abs(x) * 2)) == set()
 
 
-def product(x):
-    return tf.matmul(x[tf.newaxis], x[:, tf.newaxis])
+def test_operations_without_a_kernel():
+    def step(x):
+        return tf.raw_ops.NthElement(input=x, n=5)
 
-
-def integers(kind):
-    return lambda x: tf.reshape(tf.cast(x, kind) + 1, [2, -1])
-
-
-def there_and_back(x):
-    y = x * 2
-    with tf.device("CPU:0"):
-        z = tf.nn.relu(y)
-    return z + 1
-
-
-def with_replaced_inputs(x):
-    """As those of stand-ins of gradients are."""
-    first = tf.identity(x)
-    first.op._update_input(0, tf.nn.relu(x * 2))
-    return first + 1
-
-
-@for_each(
-    "step, size, expected",
-    [
-        # Arithmetic, inputs that were replaced by later operations, and a kernel that is there.
-        (lambda x: tf.reduce_sum(tf.abs(x) * 2), GRADIENT, set()),
-        (with_replaced_inputs, GRADIENT, set()),
-        (lambda x: tf.math.top_k(x, 5)[0], GRADIENT, set()),
-        (nth_element, GRADIENT, {(NO_KERNEL, "NthElement")}),
-        (product, GRADIENT, set()),
-        (integers(tf.int64), GRADIENT, set()),
-        (integers(tf.int32), GRADIENT // 1024, set()),
-        (there_and_back, GRADIENT, {(COPY, "Relu"), (COPY, "AddV2"), (WAIT, "Relu")}),
-        (there_and_back, GRADIENT // 4, {(WAIT, "Relu")}),
-    ],
-)
-def test_steps(step, size, expected):
-    assert found(step, tf.TensorSpec([size])) == expected
-
-
-def test_operations_without_a_kernel_for_a_type_or_a_device():
-    assert found(nth_element, device="CPU:0") == set()
+    assert found(step) == {(NO_KERNEL, "NthElement")}
+    assert found(step, device="CPU:0") == set()
     # It has one, of which all numbers are in host memory.
     assert found(lambda x: tf.linalg.qr(tf.reshape(x, [-1, 4]))[0]) >= {(NO_KERNEL, "Qr")}
-    assert found(product, tf.TensorSpec([GRADIENT], tf.int64)) == {(NO_KERNEL, "MatMul")}
+    assert found(lambda x: tf.math.top_k(x, 5)[0]) == set()
 
 
-def test_integers_of_the_size_of_gradients():
-    assert INT32 in {kind for kind, _ in found(integers(tf.int32))}
-    # Of unknown number.
-    many = found(lambda x: tf.reshape(tf.cast(tf.where(x > 0), tf.int32), [-1]))
-    assert (INT32, "Reshape") in many
+def test_kernels_of_some_types_only():
+    def step(x):
+        return tf.matmul(x[tf.newaxis], x[:, tf.newaxis])
 
-    def through_a_branch(x):
+    assert found(step) == set()
+    assert found(step, tf.TensorSpec([GRADIENT], tf.int64)) == {(NO_KERNEL, "MatMul")}
+
+
+@pytest.mark.parametrize("kind", [tf.int32, tf.int64])
+def test_integers_of_the_size_of_gradients(kind):
+    def step(x):
+        return tf.reshape(tf.cast(x, kind) + 1, [2, -1])
+
+    kinds = {kind for kind, _ in found(step)}
+    assert (INT32 in kinds) == (kind == tf.int32)
+    assert found(step, tf.TensorSpec([GRADIENT // 1024])) == set()
+
+
+def test_integers_of_unknown_number():
+    assert (INT32, "Reshape") in found(
+        lambda x: tf.reshape(tf.cast(tf.where(x > 0), tf.int32), [-1])
+    )
+
+
+def test_integers_that_go_through_a_branch():
+    def step(x):
         many = tf.cast(x, tf.int32)
         return tf.cond(x[0] > 0, lambda: tf.cast(many, tf.float32), lambda: x)
 
-    kinds = {kind for kind, op in found(through_a_branch) if op in ("If", "StatelessIf")}
-    assert kinds == {INT32, COPY, WAIT}
+    assert {kind for kind, op in found(step) if op in ("If", "StatelessIf")} == {INT32, COPY, WAIT}
 
 
-@for_each("device", ["CPU:0", GPU])
+def test_copies_between_host_and_gpu():
+    def step(x):
+        y = x * 2
+        with tf.device("CPU:0"):
+            z = tf.nn.relu(y)
+        return z + 1
+
+    assert found(step) == {(COPY, "Relu"), (COPY, "AddV2"), (WAIT, "Relu")}
+    assert found(step, tf.TensorSpec([GRADIENT // 4])) == {(WAIT, "Relu")}
+
+
+@pytest.mark.parametrize("device", ["CPU:0", GPU])
 def test_variables_are_where_they_were_made(device):
     with tf.device("CPU:0"):
         variable = tf.Variable(tf.zeros([GRADIENT]))
@@ -105,13 +96,18 @@ def test_variables_are_where_they_were_made(device):
     assert found(lambda x: x + variable, device=device) == expected
 
 
-@for_each("dtype", [tf.bfloat16, tf.int32, tf.float32, tf.int64])
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.int32, tf.float32, tf.int64])
 def test_all_reduces_of_types_that_gpus_refuse(dtype):
-    options = {"group_size": 2, "group_key": 1, "instance_key": 1, "ordering_token": []}
-    options |= {"merge_op": "Add", "final_op": "Id"}
-
     def step(x):
-        return tf.raw_ops.CollectiveReduceV2(input=tf.cast(x, dtype), **options)
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tf.cast(x, dtype),
+            group_size=2,
+            group_key=1,
+            instance_key=1,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+        )
 
     refused = dtype in (tf.bfloat16, tf.int32)
     assert ((REDUCE, "CollectiveReduceV2") in found(step)) == refused
@@ -165,3 +161,14 @@ def test_control_edges_to_the_host():
 def test_batches_that_are_copied_in_the_step():
     iterator = iter(tf.data.Dataset.from_tensors(tf.ones([2])))
     assert found(lambda iterator: iterator.get_next() + 1, iterator) == {(BATCH, "IteratorGetNext")}
+
+
+def test_inputs_that_were_replaced_by_later_operations():
+    """As those of stand-ins of gradients are."""
+
+    def step(x):
+        first = tf.identity(x)
+        first.op._update_input(0, tf.nn.relu(x * 2))
+        return first + 1
+
+    assert found(step) == set()

@@ -62,7 +62,6 @@ def test_it_is_compiled_once(compiler):
     assert sorted(path.name for path in library.parent.iterdir()) == names
 
 
-@pytest.mark.processes
 def test_of_several_processes_one_compiles(compiler, tmp_path):
     waits = f"while [ $(ls {tmp_path} | grep -c here) -lt 3 ]; do sleep 0.1; done; sleep 0.5"
     calls = compiler(f'{waits}; echo library > "$made"')

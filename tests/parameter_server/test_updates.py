@@ -16,8 +16,14 @@ import keras_psplus as psp
 from keras_psplus import updates
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.test_updates import trained_on_larger_batches, weights_of
-from tests.all_reduce.updates_job import dense, fit, problem, slices
+from tests.all_reduce.updates_job import (
+    dense,
+    fit,
+    problem,
+    slices,
+    trained_on_larger_batches,
+    weights_of,
+)
 from tests.parameter_server.accumulation_and_local_sgd_job import RATE
 from tests.parameter_server.test_modes import CLUSTER
 from tests.parameter_server.updates_job import (

@@ -10,7 +10,6 @@ from keras_psplus.planning.best_exact import NoPlanError
 from keras_psplus.planning.choices import Facts
 from keras_psplus.planning.cost_model import Cluster
 from keras_psplus.planning.traits import Traits
-from tests.support.tables import for_each
 
 ENTRIES = {
     "single": Traits("alone"),
@@ -126,8 +125,8 @@ def test_a_plan_is_read_as_it_was_made(plan):
     assert again.as_dict() == choices.choose(FACTS, ENTRIES, Cluster(2, 1, 2e8, 0.5)).as_dict()
 
 
-@for_each(
-    "path, value, message",
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
     [
         ((), "[", "JSONDecodeError"),
         ((), [], "TypeError"),

@@ -8,7 +8,6 @@ from keras_psplus.planning import cost_model, link_bytes
 from keras_psplus.planning.cost_model import Cluster
 from keras_psplus.planning.link_bytes import Table, Variable, Work
 from keras_psplus.planning.traits import Traits, traits_of
-from tests.support.tables import for_each
 
 DENSE = Work([Variable((1000, 1000), factor_rows=10), Variable((1000,))])
 SPARSE = Work([Variable((10, 10))], [Table(100_000, 10, {1: 1000, 2: 1500, 4: 2250})])
@@ -155,8 +154,8 @@ def test_bytes_of_shares():
     assert sent("all", SPARSE) == sent(None, SPARSE) + 0.75 * 4 * 100 + table
 
 
-@for_each(
-    "source, loses",
+@pytest.mark.parametrize(
+    ("source", "loses"),
     [
         ("psp.MultiWorkerMirroredStrategy(**options)", "exact"),
         ("psp.MultiWorkerMirroredStrategy(compression='factors')", "exact"),

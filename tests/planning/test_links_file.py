@@ -9,7 +9,6 @@ from keras_psplus.all_reduce.collectives import member_order
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.planning import links_file
 from keras_psplus.planning.links_file import Link, Links
-from tests.support.tables import for_each
 
 HOSTS = ["a", "b", "c"]
 LINKS = Links(HOSTS, {(0, 1): Link(0.2, 1e9), (0, 2): Link(0.4, 2e8), (1, 2): Link(3.0, 5e8)})
@@ -41,7 +40,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
     assert Links([*"abcd"], links).slowest_of_ring == Link(0.1, 1e9)
 
 
-@for_each("first", ["worker", "chief"])
+@pytest.mark.parametrize("first", ["worker", "chief"])
 def test_a_ring_goes_round_tasks_as_tensorflow_does(first):
     cluster = {"worker": [f"h{i}:1" for i in range(12)]}
     if first == "chief":
@@ -59,7 +58,8 @@ def test_a_ring_goes_round_tasks_as_tensorflow_does(first):
     assert Links(hosts, before_two).slowest_of_ring == Link(9.0, 1e6)
 
 
-@for_each("text, message",
+@pytest.mark.parametrize(
+    ("text", "message"),
     [
         ("{", "is what `keras-psplus doctor --links --json` prints.*JSONDecodeError"),
         ("[]", "is what `keras-psplus doctor --links --json` prints"),

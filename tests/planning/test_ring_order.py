@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from keras_psplus.planning import ring_order
 from keras_psplus.planning.links_file import Link, Links
-from tests.support.tables import for_each
 
 COUNT = 4e6
 
@@ -33,7 +32,7 @@ def test_hosts_of_one_rack_stand_together():
     assert found.after_ms == pytest.approx(6 * (0.2 + 8e3 * 1e6 / 1e8))
 
 
-@for_each("racks", ["aabb", "aaaa", "ab", "abc"])
+@pytest.mark.parametrize("racks", ["aabb", "aaaa", "ab", "abc"])
 def test_an_order_that_is_as_good_is_left(racks):
     links, groups = in_racks(racks)
     assert ring_order.better(links, range(len(racks)), groups, COUNT) is None

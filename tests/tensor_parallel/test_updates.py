@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.test_updates import trained_on_larger_batches
+from tests.all_reduce.updates_job import trained_on_larger_batches
 from tests.selection import cases
 from tests.support.results import load
 

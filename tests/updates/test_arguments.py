@@ -5,13 +5,12 @@ import pytest
 
 import keras_psplus
 from keras_psplus.updates import Accumulate, DiLoCo, LocalSGD
-from tests.support.tables import for_each
 
 COUNTS = (0, -1, 1.0, True, None, "4")
 
 
-@for_each(
-    "make, message",
+@pytest.mark.parametrize(
+    ("make", "message"),
     [(lambda v=v: Accumulate(v), "`steps` must be an int from 1 up") for v in COUNTS]
     + [(lambda v=v: LocalSGD(v), "`every` must be an int from 1 up") for v in COUNTS]
     + [(lambda v=v: DiLoCo(v), "`every` must be an int from 1 up") for v in COUNTS]
@@ -43,14 +42,14 @@ def test_out_of_range(make, message):
         make()
 
 
-@for_each("wrong", [4, "diloco", {"every": 4}, Accumulate, LocalSGD, True])
+@pytest.mark.parametrize("wrong", [4, "diloco", {"every": 4}, Accumulate, LocalSGD, True])
 def test_strategies_take_instances_only(wrong):
     with pytest.raises(ValueError, match=r"Accumulate\(steps\).*Received: updates="):
         keras_psplus.MultiWorkerMirroredStrategy(updates=wrong)
 
 
-@for_each(
-    "text, shown",
+@pytest.mark.parametrize(
+    ("text", "shown"),
     [
         ("accumulate:4", "Accumulate(steps=4, flush=False)"),
         ("local_sgd:8", "LocalSGD(every=8, start_step=0, average_slots=False)"),
@@ -62,7 +61,7 @@ def test_texts_for_them(text, shown):
     assert repr(keras_psplus.MultiWorkerMirroredStrategy(updates=text).updates).startswith(shown)
 
 
-@for_each("text", ["accumulate", "accumulate:", "accumulate:0", "local_sgd:1:2", ""])
+@pytest.mark.parametrize("text", ["accumulate", "accumulate:", "accumulate:0", "local_sgd:1:2", ""])
 def test_texts_for_none(text):
     with pytest.raises(ValueError, match="Received: "):
         keras_psplus.updates.get(text)
@@ -102,7 +101,7 @@ def test_outer_optimizers():
     assert isinstance(DiLoCo(4, "adam").make_outer_optimizer(), keras.optimizers.Adam)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "outer",
     [
         lambda: 0.7,

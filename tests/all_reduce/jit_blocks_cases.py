@@ -1,29 +1,15 @@
-"""Two workers whose train steps are compiled in parts, beside one compiled process.
+"""Models whose train steps are compiled in parts: `test_jit_blocks.py` says what they come to."""
 
-jit_blocks_job.py FOLDER
-
-Each worker writes what it has found to `<folder>/<task>.json`. The chief also trains alone.
-"""
-
-import json
-import pathlib
-import sys
-
-from tests import quick_start, references  # noqa: F401
-
-# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
-import keras_psplus as psp
-from keras_psplus.core.graph import called_functions
-from tests.gpu.steps_job import recorded
+from tests.support.parts import swapped
+from tests.support.traced import recorded
 
 layers = keras.layers
 PARTS = 3
-# The last batch has one row, and one replica has none.
-ROWS, BATCH, IDS = 25, 8, 20
+BATCH, IDS = 8, 20
 
 
 def mlp():
@@ -79,7 +65,12 @@ class Own(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.encoder = Encoder([psp.unit(Block()) for _ in range(2)])
+        self.encoder = Encoder([Block() for _ in range(2)])
+        if tf.distribute.has_strategy():
+            from keras_psplus import unit
+
+            for block in self.encoder.blocks:
+                unit(block)
         self.last = layers.Dense(3)
 
     def call(self, x):
@@ -94,22 +85,22 @@ class Own(keras.Model):
         return {"loss": loss}
 
 
-def data_of(make):
-    random = np.random.default_rng(0)
-    y = random.integers(0, 3, ROWS)
+def trained(name, rows):
+    """Trains a model, by the name of its function, and says what sums have waited for."""
+    random, make = np.random.default_rng(0), globals()[name]
+    y = random.integers(0, 3, rows)
+    x = random.normal(size=(rows, 10)).astype("float32")
     if make is transformer:
-        return random.integers(0, IDS, (ROWS, 6)), y
-    return random.normal(size=(ROWS, 10)).astype("float32"), y
-
-
-def trained(make, jit_compile):
-    keras.utils.set_random_seed(1)
-    model = make()
+        x = random.integers(0, IDS, (rows, 6))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Adam would scale up what is left of gradients that are zero, as of an attention's key biases.
-    model.compile(keras.optimizers.SGD(0.1, 0.9), loss, jit_compile=jit_compile)
-    logs = model.fit(*data_of(make), BATCH, epochs=2, shuffle=False, verbose=0).history
-    return {"logs": logs, "weights": [w.tolist() for w in model.get_weights()]}
+    with swapped(jit_blocks=PARTS), recorded() as functions:
+        model = make()
+        # Adam would scale up what is left of gradients that are zero, as of an attention's biases.
+        model.compile(keras.optimizers.SGD(0.1, 0.9), loss)
+        logs = model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0).history
+        if tf.distribute.has_strategy():
+            logs |= waits(functions)
+    return model, logs
 
 
 def is_compiled(op):
@@ -122,6 +113,8 @@ def is_compiled(op):
 
 def waited_for(op):
     """Names of the compiled operations that an operation waits for, by data or control."""
+    from keras_psplus.core.graph import called_functions
+
     found, seen, waiting = set(), set(), [(op, None)]
     while waiting:
         op, output = waiting.pop()
@@ -141,8 +134,8 @@ def waited_for(op):
 
 
 def waits(functions):
-    """Numbers of parts of backprop that sums wait for, of each traced step of several parts."""
-    steps = []
+    """Numbers of parts of each traced step, and whether sums wait for each number of them."""
+    parts, early = [], []
     for graph in {id(one.graph): one.graph for one in functions}.values():
         operations = graph.get_operations()
         compiled = [op.name for op in operations if is_compiled(op)]
@@ -150,27 +143,10 @@ def waits(functions):
         sums = [op for op in operations if op.type.startswith("Collective")]
         if backward and sums:
             found = {len(waited_for(op) & backward) for op in sums}
-            steps.append({"parts": len(backward), "waits": sorted(found)})
-    return steps
+            parts.append(len(backward))
+            early.append(found >= set(range(1, len(backward) + 1)))
+    return {"parts": parts, "early": early}
 
 
 def graph_function(graph, name):
     return graph.get_operation_by_name(name).node_def.attr["f"].func.name
-
-
-def main(folder):
-    references.build_first()
-    strategy = psp.MultiWorkerMirroredStrategy(jit_blocks=PARTS)
-    results = {}
-    for make in (mlp, transformer, Own):
-        if strategy.is_chief:
-            with psp.single_process():
-                results[f"{make.__name__} alone"] = trained(make, True)
-        with strategy.scope(), recorded() as functions:
-            results[make.__name__] = trained(make, "auto")
-        results[f"{make.__name__} waits"] = waits(functions)
-    pathlib.Path(folder, f"{strategy.task.name}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,43 +1,24 @@
-"""Train steps of a user's own that compute with gradients, by a cluster or in one process.
+"""Train steps of a user's own that compute with gradients."""
 
-own_steps_job.py FOLDER CASE [CASE ...] [--updates '{"RULE": ["CASE", ...]}']
-"""
-
-import argparse
-import json
 import os
 import pathlib
-import sys
-import unittest.mock
+from unittest import mock
 
 import h5py
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
-import keras_psplus
-from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce.collectives.operations import Launcher
-from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
-from keras_psplus.all_reduce.step.updating import MirroredUpdates
-from keras_psplus.cluster.in_process import logical_devices
+from tests.support.parts import swapped
 
-CASES = {}
 # Rows of batches of 8 on two replicas: the last batch has one row, and one replica has none.
 ROWS, BATCH = 25, 8
-
-
-def case(cls):
-    CASES[cls.__name__] = cls
-    return cls
 
 
 class OwnStep(keras.Model):
     """A small model with an embedding; `change` is what its step does with gradients."""
 
-    optimizer_arguments = {"learning_rate": 0.5, "momentum": 0.5}
-    compile_arguments = {}
+    optimizer_class = keras.optimizers.SGD
 
     def __init__(self):
         super().__init__()
@@ -72,17 +53,12 @@ class OwnStep(keras.Model):
     def results(self):
         return {}
 
-    def make_optimizer(self):
-        return keras.optimizers.SGD(**self.optimizer_arguments)
 
-
-@case
 class ClipByGlobalNorm(OwnStep):
     def change(self, gradients):
         return tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
-@case
 class ClipByValueOrNormalise(OwnStep):
     """Every second one by value; the others to a norm of one."""
 
@@ -93,13 +69,11 @@ class ClipByValueOrNormalise(OwnStep):
         return [(clipped, normalised)[i % 2][i] for i in range(len(dense))]
 
 
-@case
 class OneOfThemClipped(OwnStep):
     def change(self, gradients):
         return [*gradients[:-1], tf.clip_by_norm(gradients[-1], 0.01)]
 
 
-@case
 class RowsClipped(OwnStep):
     """`tf.IndexedSlices` that stay so."""
 
@@ -109,7 +83,6 @@ class RowsClipped(OwnStep):
         return [tf.IndexedSlices(values, first.indices, first.dense_shape), *gradients[1:]]
 
 
-@case
 class SharpnessAware(OwnStep):
     """Foret et al., "Sharpness-Aware Minimization", ICLR 2021."""
 
@@ -129,7 +102,6 @@ class SharpnessAware(OwnStep):
         return {"loss": loss}
 
 
-@case
 class LoggedBefore(OwnStep):
     def train_step(self, data):
         x, y = data
@@ -139,7 +111,6 @@ class LoggedBefore(OwnStep):
         return {"loss": loss, "norm": norm}
 
 
-@case
 class LoggedAfter(OwnStep):
     def train_step(self, data):
         x, y = data
@@ -148,7 +119,6 @@ class LoggedAfter(OwnStep):
         return {"loss": loss, "norm": tf.linalg.global_norm(gradients[1:])}
 
 
-@case
 class LoggedOnly(OwnStep):
     """Of the embedding, which is not trained."""
 
@@ -164,57 +134,18 @@ class ClippingSGD(keras.optimizers.SGD):
         return super().apply(tf.clip_by_global_norm(grads, 0.1)[0], trainable_variables)
 
 
-@case
 class OwnOptimizer(OwnStep):
-    def make_optimizer(self):
-        return ClippingSGD(0.5, momentum=0.5)
+    optimizer_class = ClippingSGD
 
 
-@case
-class Eagerly(ClipByGlobalNorm):
-    compile_arguments = {"run_eagerly": True}
-
-
-@case
-class SeveralSteps(ClipByGlobalNorm):
-    compile_arguments = {"steps_per_execution": 2}
-
-
-@case
-class LossScale(ClipByGlobalNorm):
-    def make_optimizer(self):
-        return keras.optimizers.LossScaleOptimizer(super().make_optimizer(), initial_scale=8.0)
-
-
-@case
-class LossScaleAsItIs(OwnStep):
-    def make_optimizer(self):
-        return keras.optimizers.LossScaleOptimizer(super().make_optimizer(), initial_scale=8.0)
-
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self.gradients(x, y)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "norm": tf.linalg.global_norm(gradients[1:])}
-
-
-@case
-class KerasAccumulation(ClipByGlobalNorm):
-    optimizer_arguments = {"learning_rate": 0.5, "gradient_accumulation_steps": 2}
-
-
-@case
 class SavedWithinAccumulation(OwnStep):
     """A file, and what is in memory when `fit` ends: the sums of all workers."""
 
-    optimizer_arguments = {"learning_rate": 0.5, "gradient_accumulation_steps": 3}
-
     def make_callbacks(self):
         strategy = tf.distribute.get_strategy()
-        self.saved_file = pathlib.Path(
-            sys.argv[1], f"of-{strategy.num_replicas_in_sync}.weights.h5"
-        )
-        own = pathlib.Path(sys.argv[1], f"own-{os.getpid()}.weights.h5")
+        replicas = strategy.num_replicas_in_sync
+        self.saved_file = pathlib.Path(self.folder, f"of-{replicas}.weights.h5")
+        own = pathlib.Path(self.folder, f"own-{os.getpid()}.weights.h5")
 
         def save(batch, logs):
             if batch == 0:
@@ -233,7 +164,6 @@ class SavedWithinAccumulation(OwnStep):
             return found | {f"file {name}": saved[name][()] for name in saved}
 
 
-@case
 class InFunction(OwnStep):
     @tf.function
     def train_step(self, data):
@@ -244,19 +174,12 @@ class InFunction(OwnStep):
         return {"loss": loss}
 
 
-@case
 class GradientsInFunction(OwnStep):
     @tf.function
     def gradients(self, x, y):
         return super().gradients(x, y)
 
 
-@case
-class GradientsInFunctionEagerly(GradientsInFunction):
-    compile_arguments = {"run_eagerly": True}
-
-
-@case
 class InBranch(OwnStep):
     """Clipped and applied in a branch of the graph."""
 
@@ -274,7 +197,6 @@ class InBranch(OwnStep):
         return {"loss": loss}
 
 
-@case
 class TwoOptimizers(OwnStep):
     """As in a GAN: each of its tapes has variables of its own."""
 
@@ -289,7 +211,6 @@ class TwoOptimizers(OwnStep):
         return {"loss": loss}
 
 
-@case
 class ChangedInFunction(OwnStep):
     @tf.function
     def gradients(self, x, y):
@@ -297,17 +218,10 @@ class ChangedInFunction(OwnStep):
         return loss, tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
-@case
 class ChangedAfterFunction(GradientsInFunction, ClipByGlobalNorm):
     """Returned by a function, and clipped outside of it."""
 
 
-@case
-class ChangedAfterFunctionEagerly(ChangedAfterFunction):
-    compile_arguments = {"run_eagerly": True}
-
-
-@case
 class KeptInVariables(OwnStep):
     """Accumulated and applied by hand, in every second step."""
 
@@ -332,12 +246,7 @@ class KeptInVariables(OwnStep):
         return {"loss": loss}
 
 
-@case
-class KeptInVariablesEagerly(OwnStep):
-    """Momentum of the step's own."""
-
-    optimizer_arguments = {"learning_rate": 0.2}
-    compile_arguments = {"run_eagerly": True}
+class OwnMomentum(OwnStep):
     make_variables = KeptInVariables.make_variables
 
     def train_step(self, data):
@@ -349,7 +258,6 @@ class KeptInVariablesEagerly(OwnStep):
         return {"loss": loss}
 
 
-@case
 class DerivedByHand(OwnStep):
     """Derivatives that no tape has returned, and rows of an embedding by the chain rule."""
 
@@ -373,12 +281,6 @@ class DerivedByHand(OwnStep):
         return {"loss": loss}
 
 
-@case
-class DerivedByHandEagerly(DerivedByHand):
-    compile_arguments = {"run_eagerly": True}
-
-
-@case
 class WithInputs(OwnStep):
     """Of an input and of variables, by one call of a tape; a gradient is logged as it is."""
 
@@ -418,7 +320,6 @@ class RowByRow(OwnStep):
         return tape.gradient(loss, [v.value for v in self.trainable_variables[1:]])
 
 
-@case
 class RowsOfJacobian(RowByRow):
     def of_rows(self, x, y, variables):
         with tf.GradientTape() as tape:
@@ -426,20 +327,17 @@ class RowsOfJacobian(RowByRow):
         return tape.jacobian(losses, variables)
 
 
-@case
 class RowsVectorized(RowByRow):
     def of_rows(self, x, y, variables):
         return tf.vectorized_map(self.of_row, (x, y))
 
 
-@case
 class RowsInLoop(RowByRow):
     def of_rows(self, x, y, variables):
         signature = [tf.TensorSpec(v.shape, tf.float32) for v in variables]
         return tf.map_fn(self.of_row, (x, y), fn_output_signature=signature)
 
 
-@case
 class TakenInBranch(OwnStep):
     """Taken and clipped in a branch of the graph, and applied outside."""
 
@@ -455,6 +353,8 @@ class TakenInBranch(OwnStep):
 
 
 class InLoop(OwnStep):
+    """The mean of micro-batches that are taken one after the other."""
+
     def sums(self, x, y, turns=3):
         def turn(i, *sums):
             _, gradients = self.gradients(x, y)
@@ -469,12 +369,6 @@ class InLoop(OwnStep):
         return {"loss": tf.constant(0.0)}
 
 
-@case
-class MeanOfLoop(InLoop):
-    """Micro-batches, taken one after the other."""
-
-
-@case
 class AppliedInLoop(OwnStep):
     def train_step(self, data):
         x, y = data
@@ -494,65 +388,54 @@ class NormAfterLoop(InLoop, ClipByGlobalNorm):
     """Refused: the norm is that of one replica's gradient."""
 
 
-def check_noise(strategy, x, y):
-    """Random numbers are drawn on each replica; weights stay the same on all of them."""
+class Noisy(OwnStep):
+    """Random numbers are drawn on each replica."""
 
-    class Noisy(OwnStep):
-        def change(self, gradients):
-            return [tf.convert_to_tensor(g) + tf.random.normal(g.shape) for g in gradients]
-
-    weights = fit(Noisy, strategy, x, y)
-    totals = [float(np.abs(w).sum()) for name, w in weights.items() if "weight" in name]
-    print("noisy", json.dumps(totals), flush=True)
+    def change(self, gradients):
+        return [tf.convert_to_tensor(g) + tf.random.normal(g.shape) for g in gradients]
 
 
-def fit(cls, strategy, x, y, epochs=2):
-    keras.utils.set_random_seed(7)
-    with strategy.scope():
-        model = cls()
+def trained(
+    name, updates=None, momentum=0.5, accumulated=None, loss_scale=None, folder=None, **options
+):
+    """Trains a model, by the name of its class.
+
+    Args:
+        updates: As of the strategy.
+        momentum: Of the optimizer.
+        accumulated: The optimizer's `gradient_accumulation_steps`.
+        loss_scale: Of the optimizer.
+        folder: For files of all workers.
+        **options: Of `compile`.
+    """
+    random = np.random.default_rng(0)
+    x = random.integers(0, 6, (ROWS, 2))
+    y = random.normal(size=(ROWS, 1)).astype("float32")
+    with swapped(updates=updates):
+        model = globals()[name]()
+        model.folder = folder
         model.other = keras.optimizers.SGD(0.3)
-        model.compile(model.make_optimizer(), "mse", **cls.compile_arguments)
+        own = {"momentum": momentum, "gradient_accumulation_steps": accumulated}
+        optimizer = model.optimizer_class(0.5, **own)
+        if loss_scale:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=loss_scale)
+        model.compile(optimizer, "mse", **options)
         for layer, shape in zip(model.layers, ((None, 2), (None, 6), (None, 4))):
             layer.build(shape)
         model.optimizer.build(model.trainable_variables)
         model.other.build(model.trainable_variables[2:])
         model.make_variables()
-        callbacks = model.make_callbacks()
-    fit = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
-    history = model.fit(x, y, callbacks=callbacks, **fit)
-    weights = {f"weight_{i}": weight for i, weight in enumerate(model.get_weights())}
-    logs = {name: np.array(values) for name, values in history.history.items()}
-    return weights | logs | model.results()
+        fit = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, callbacks=model.make_callbacks(), **fit).history
+        return model, history | model.results()
 
 
-def main(folder, names, updates, in_cluster):
-    random = np.random.default_rng(0)
-    x = random.integers(0, 6, (ROWS, 2))
-    y = random.normal(size=(ROWS, 1)).astype("float32")
-    strategy, name_of_process = tf.distribute.get_strategy(), "alone"
-    if in_cluster:
-        strategy = keras_psplus.MultiWorkerMirroredStrategy()
-        name_of_process = strategy.task.name
-    for name in names:
-        if name == "Noise":
-            check_noise(strategy, x, y)
-            continue
-        if name == "Refused":
-            with pytest.raises(ValueError) as error:
-                fit(NormAfterLoop, strategy, x, y)
-            print(json.dumps(str(error.value)), flush=True)
-            continue
-        path = pathlib.Path(folder, f"{name}-{name_of_process}.npz")
-        np.savez(path, **fit(CASES[name], strategy, x, y))
-        print(f"done {name}", flush=True)
-    for rule, names in updates.items():
-        # A process has one strategy; these cases get the part of it that updates anew.
-        strategy._updates = updates_module.get(rule)
-        strategy.extended.updating = MirroredUpdates(strategy._updates, strategy)
-        for name in names:
-            path = pathlib.Path(folder, f"{name}-{rule}-{name_of_process}.npz")
-            np.savez(path, **fit(CASES[name], strategy, x, y))
-            print(f"done {name} with {rule}", flush=True)
+def refused():
+    try:
+        trained("NormAfterLoop")
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
 
 
 class Clipped(keras.Model):
@@ -582,50 +465,31 @@ class AsItIs(Clipped):
     clips = False
 
 
-def count_collectives():
-    """Prints how many collectives a step has, and how many bytes it sends compressed."""
-    logical_devices(2)
-    counts = {}
-    strategy = keras_psplus.MultiWorkerMirroredStrategy()
-    counts["as it is"] = collectives(strategy)
-    with unittest.mock.patch.object(TapeGradients, "note", lambda self, grads, variables: grads):
-        counts["without stand-ins"] = collectives(strategy)
-    for name, cls in (("clipped", Clipped), ("as it is", AsItIs)):
-        strategy = keras_psplus.MultiWorkerMirroredStrategy(compression="int8")
-        with strategy.scope():
-            model = cls()
-            model.compile("sgd", "mse")
-        model.fit(np.ones((4, 64)), np.ones((4, 64)), batch_size=4, verbose=0)
-        sent = [t.compressed_bytes for t in strategy.communication.traffic() if "kernel" in t.path]
-        counts[f"compressed: {name}"] = sum(sent)
-    print(json.dumps(counts))
+def collectives_and_bytes():
+    """Collectives that a step has, and bytes that it sends compressed."""
+    from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
+
+    counts = {"as it is": collectives()}
+    with mock.patch.object(TapeGradients, "note", lambda self, grads, variables: grads):
+        counts["without stand-ins"] = collectives()
+    for model in Clipped, AsItIs:
+        with swapped(compression="int8") as strategy:
+            fit_once(model)
+            sent = [t for t in strategy.communication.traffic() if "kernel" in t.path]
+            counts[f"bytes of {model.__name__}"] = sum(t.compressed_bytes for t in sent)
+    return counts
 
 
-def collectives(strategy):
-    with strategy.scope():
-        model = AsItIs()
-        model.compile("sgd", "mse")
-    made = []
+def collectives():
+    from keras_psplus.all_reduce.collectives.operations import Launcher
 
-    def call(launcher, *args, **kwargs):
-        made.append(launcher)
-        return all_reduce(launcher, *args, **kwargs)
-
-    all_reduce = Launcher.all_reduce
-    with unittest.mock.patch.object(Launcher, "all_reduce", call):
-        model.fit(np.ones((4, 64)), np.ones((4, 64)), batch_size=4, verbose=0)
-    return len(made)
+    original = Launcher.all_reduce
+    with mock.patch.object(Launcher, "all_reduce", autospec=True, side_effect=original) as made:
+        fit_once(AsItIs)
+    return made.call_count
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--count_collectives", action="store_true")
-    parser.add_argument("--updates", type=json.loads, default={})
-    parser.add_argument("--one_process", action="store_true")
-    args = parser.parse_args()
-    if args.count_collectives:
-        count_collectives()
-        sys.exit()
-    main(args.folder, args.names, args.updates, not args.one_process)
+def fit_once(cls):
+    model = cls()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 64)), np.ones((4, 64)), batch_size=4, verbose=0)

@@ -1,0 +1,127 @@
+"""Models whose calls are compiled: `test_compiled.py` says what they must come to."""
+
+import contextlib
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support.parts import swapped
+
+layers = keras.layers
+
+
+def dense():
+    """Masks, losses that a layer adds, weights' losses, dropout that drops nothing."""
+    tokens = keras.Input((6,), dtype="int32")
+    h = layers.Embedding(20, 8, mask_zero=True)(tokens)
+    h = layers.MultiHeadAttention(2, 4)(h, h)
+    h = layers.GlobalAveragePooling1D()(layers.Dropout(0.0)(h))
+    h = layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer="l1")(h)
+    return keras.Model(tokens, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
+
+
+def recurrent():
+    """A loop in the middle of what can be compiled, and words before it."""
+    words = keras.Input((6,), dtype="string")
+    h = layers.Embedding(20, 8)(layers.Hashing(20)(words))
+    h = layers.LSTM(4)(layers.Dense(6, "tanh", activity_regularizer="l1")(h))
+    h = layers.Concatenate()([h, layers.Dense(2)(h)])
+    return keras.Model(words, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
+
+
+def noisy():
+    """Random numbers and averages, which layers keep in variables, and losses that they add."""
+    inputs = h = keras.Input((5,))
+    for _ in range(3):
+        # A bias would have no gradient but rounding, which Adam scales up.
+        h = layers.Dense(8, use_bias=False, activity_regularizer="l1")(h)
+        h = layers.BatchNormalization()(h)
+        h = layers.GaussianNoise(0.1)(layers.Dropout(0.5)(layers.Activation("relu")(h)))
+    return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
+
+
+class Pair(keras.Model):
+    """A model of two models, which are called by its step; it has no call itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.Sequential([keras.Input((5,)), layers.Dense(7, "tanh")])
+        self.second = keras.Sequential([keras.Input((7,)), layers.Dense(1)])
+        self.built = True
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.second(self.first(x)) - y) ** 2)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_variables))
+        return {"loss": loss}
+
+
+def data_of(name, rows):
+    random = np.random.default_rng(0)
+    if name == "Pair":
+        return random.normal(size=(rows, 5)).astype("f"), random.normal(size=(rows, 1)).astype("f")
+    x = random.integers(0, 20, (rows, 6))
+    if name == "noisy":
+        x = random.normal(size=(rows, 5)).astype("f")
+    if name == "recurrent":
+        x = tf.strings.as_string(x)
+    return x, {"a": random.integers(0, 3, rows), "b": random.normal(size=(rows, 2)).astype("f")}
+
+
+def trained(name, rows=8, jit_blocks=None):
+    """Trains a model, by the name of its function, and counts the calls that are compiled.
+
+    XLA compiles once more for each other number of rows in a batch.
+    """
+    counts = []
+    x, y = data_of(name, rows)
+    # Adam would scale up what is left of gradients that are zero, as of an attention's biases.
+    model, optimizer = globals()[name](), keras.optimizers.SGD(0.1, 0.9)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"
+    arguments = {"loss": dict(zip("ab", losses)), "metrics": {"a": ["accuracy"]}}
+    with swapped(jit_blocks=jit_blocks), counting(counts, by_default=name == "Pair"):
+        asks = tf.distribute.has_strategy() and name != "Pair" and not jit_blocks
+        arguments = {} if name == "Pair" else arguments
+        model.compile(optimizer, jit_compile=True if asks else "auto", **arguments)
+        logs = dict(model.fit(x, y, 8, epochs=2, shuffle=False, verbose=0).history)
+        if rows % 8:
+            logs["evaluated"] = model.evaluate(x, y, 8, verbose=0)
+            logs |= model.predict(x, 8, verbose=0)
+    return model, logs | ({"calls": counts[-1]} if counts else {})
+
+
+@contextlib.contextmanager
+def counting(counts, by_default):
+    """Has models be compiled by default, as on GPUs, or not."""
+    if not tf.distribute.has_strategy():
+        yield
+        return
+    from keras_psplus.all_reduce.engine import AllReduceEngine
+    from keras_psplus.core.graph.compiled_calls import CompiledCalls
+
+    check = CompiledCalls.check
+
+    def note(self):
+        counts.append(self.count)
+        check(self)
+
+    with (
+        mock.patch.object(CompiledCalls, "check", note),
+        mock.patch.object(AllReduceEngine, "compiles_by_default", by_default),
+    ):
+        yield
+
+
+def refused():
+    """A model whose only call is a loop."""
+    model = keras.Sequential([keras.Input((4,)), layers.Reshape((4, 1)), layers.SimpleRNN(1)])
+    model.compile("sgd", "mse", jit_compile=True)
+    try:
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), 4, verbose=0)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
