@@ -178,7 +178,7 @@ LONG = tf.TensorSpec([1 << 20])
 def test_collectives_wait_for_those_of_their_lane_only():
     launcher = launcher_of_two("/device:CPU:0")
 
-    @tf.function(input_signature=[LONG])
+    @tf.function(input_signature=[LONG], autograph=False)
     def step(tensor):
         sums = [launcher.all_reduce(tensor) for _ in range(6)]
         # Of other shapes and kinds, they wait for none of these.
@@ -192,7 +192,7 @@ def test_collectives_wait_for_those_of_their_lane_only():
 def test_branches_apart_wait_for_each_other_only_if_they_share_a_name(apart):
     launcher = launcher_of_two("/device:CPU:0")
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([])])
+    @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([])], autograph=False)
     def step(tensor, number):
         def in_branch(name):
             with launcher.separate_order(name):
@@ -232,9 +232,9 @@ def test_keys_stay_the_same_if_one_worker_traces_once_more():
                     keys.append(launcher._next_instance_key())
             return keys
 
-        function, tensor = tf.function(step), tf.zeros([3])
+        function, tensor = tf.function(step, autograph=False), tf.zeros([3])
         if retraced:
-            tf.function(step).get_concrete_function(tensor)
+            tf.function(step, autograph=False).get_concrete_function(tensor)
         return [[int(key) for key in function(tensor)] for _ in range(3)]
 
     keys = executed(retraced=False)
@@ -252,7 +252,7 @@ def test_collectives_of_nccl_are_launched_in_order(monkeypatch):
     of_others.serialize_with(launcher)
     ring = launcher_of_two("/device:CPU:0")
 
-    @tf.function(input_signature=[LONG])
+    @tf.function(input_signature=[LONG], autograph=False)
     def step(tensor):
         nccl = launcher.all_reduce(tensor), of_others.all_reduce(tensor), launcher.gather(tensor)
         return nccl, [ring.all_reduce(tensor) for _ in range(2)]
@@ -268,7 +268,7 @@ def test_what_is_encoded_later_waits_until_the_last_is_on_its_way(own_kernels, m
     add_up = CompressedSum(launcher, 0, 2, compressor, bucket_bytes=4000)
     shapes = [(50, 20), (40, 60), (3000,), (64, 16)]
 
-    @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes])
+    @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes], autograph=False)
     def step(*grads):
         variables = [Named(f"v{i}", shape) for i, shape in enumerate(shapes)]
         return add_up(list(grads), variables, tf.constant(0, tf.int64))

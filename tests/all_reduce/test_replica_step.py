@@ -156,7 +156,9 @@ def test_a_replica_counts_by_its_rows():
 def test_what_a_replica_without_rows_has_computed_is_left_out(local_rows):
     extended = OfRows()
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)], autograph=False
+    )
     def run(x, rows):
         with MirroredReplicaStep(ENGINE, extended, Batch(x, rows, tf.constant(4))) as step:
             slices = tf.IndexedSlices(x, tf.range(tf.shape(x)[0]))
