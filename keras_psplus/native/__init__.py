@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 from types import ModuleType
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from keras_psplus.native.compiler import BuildError, build, is_built, opened
 from keras_psplus.native.devices import has_gpus
 
 _VARIABLE = "KERAS_PSPLUS_NATIVE"
+_loading = threading.Lock()
 
 
 def kernels() -> ModuleType | None:
@@ -51,8 +53,14 @@ def _unwanted() -> str | None:
     return "there are GPUs" if has_gpus() else None
 
 
-@functools.cache
 def _loaded() -> tuple[ModuleType | None, str]:
+    # Of threads that ask at the same time, the second would get a module without its functions.
+    with _loading:
+        return _load()
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str]:
     try:
         path = build()
         # It stays open: TensorFlow would take another file under the same name for this one.
