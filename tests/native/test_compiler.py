@@ -319,7 +319,7 @@ def test_without_kernels_there_are_none_and_the_reason_is_said(broken, compiler,
         reason = "no folder for them: .*set XDG_CACHE_HOME"
     else:
         reason = "file too short|invalid ELF"
-    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setattr(native, "_loaded", native._load.__wrapped__)
     said = []
     monkeypatch.setattr(native, "info_once", lambda line, *args: said.append(line % args))
     monkeypatch.setattr(native.tf.config, "list_logical_devices", lambda kind: [])
