@@ -11,35 +11,6 @@ import pytest
 
 # By file, patterns of the tests' names. In a name, brackets are as they are.
 TESTS = {
-    "sharding/test_shares.py": [
-        "test_job_goes_on_from_its_backup_*[2]",
-        # Element by element or whole on one worker, as others that are left.
-        *(f"test_two_*[{name}]" for name in ("rmsprop", "adamax", "adadelta", "ftrl", "lion")),
-        *("test_two_*[adagrad]", "test_two_*[lamb]", "test_two_*[embedding/adagrad]"),
-        "test_two_*[adafactor]",
-        *("test_two_*[sgd]", "test_two_*[nadam]", "test_two_*[adam_clipvalue]"),
-        "test_two_*[embedding/momentum_clipnorm]",
-        *(f"test_three_*[{name}]" for name in ("adafactor", "adamw", "embedding/adamw")),
-    ],
-    "sharding/test_full_shares.py": [
-        "test_job_goes_on_from_its_backup_*[3]",
-        # `mixed` has a scale of the loss as well.
-        "test_two_workers_equal_one_process[loss_scale]",
-        # Layers, and optimizers whose slots are as those of test_shares.py's.
-        *("test_two_*[transformer]", "test_two_*[recurrent]"),
-        *("test_two_*[schedule_free]", "test_two_*[counting]"),
-        *(f"test_three_*[{name}]" for name in ("convolutional", "adamw", "tied", "muon")),
-        *(f"test_compiled_units_*[{name}]" for name in ("encoder", "tied", "mixed")),
-    ],
-    "sharding/test_options.py": [
-        "test_accumulated_updates_equal_those_of_one_process[all-*",
-        *(f"test_accumulated_*[optimizer-*/{name}]" for name in ("average", "loss_scale", "adamw")),
-        # What goes between groups has both compressors as well.
-        "test_compressed_training_learns_as_much[optimizer]",
-        "test_groups_of_two_of_four_workers_equal_one_process[all]",
-        *("test_parts_along_a_topology_equal_one_process[all-*", "*[optimizer-groups1]"),
-        "test_what_goes_between_groups_is_compressed[groups1]",
-    ],
     "multi_process/test_equals_one_process.py": [
         *(
             f"test_two_workers[{name}]"
@@ -160,7 +131,6 @@ TESTS = {
     ],
     "parameter_server/test_elastic.py": ["test_a_second_srun_joins"],
     "parameter_server/test_placement.py": ["test_training_with_cut_variables_in_processes"],
-    "tensor_parallel/test_updates.py": ["*[optimizers]", "*[flush]", "*[loss_scale]"],
     "parameter_server/test_dynamic.py": [
         f"test_synchronous_training_equals_one_process[{name}]"
         for name in ("plain", "filtered", "keras_rs")
@@ -201,14 +171,6 @@ TESTS = {
     "pipeline/test_processes.py": [
         "test_variables_and_slots_are_on_the_stage_of_their_context",
         "test_a_hanging_stage_ends_the_job",
-    ],
-    "tensor_parallel/test_more_cases.py": ["*"],
-    "tensor_parallel/test_model_parallel.py": [
-        *("*_batches[mlp/adamw]", "*_batches[own_step]"),
-        # Its other layers compiled, which leaves those that are cut as they are.
-        "test_two_workers_equal_one_process[gpt2/sgd]",
-        # Six workers; its sums are those of all-reduce's topologies.
-        "test_groups_of_rows_equal_one_process",
     ],
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [

@@ -213,7 +213,7 @@ FAULTS = (
         "all_reduce/topology/part_routes.py",
         "for rank in sorted(peers)]",
         "for rank in peers]",
-        ("sharding/test_routes.py", "sharding/test_options.py"),
+        ("sharding/test_routes.py", "sharding/test_shares.py"),
     ),
     Fault(
         "a stop taken for the others' silence",

@@ -7,9 +7,12 @@ from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.compression import Int8
+from tests.support.tables import for_each
+
+RESHARD = 'must be True or False, and is for `shard="all"`'
 
 
-@pytest.mark.parametrize(
+@for_each(
     "given, text",
     [
         (dict(shard="weights"), '`shard` must be None, "optimizer", .* or "all"'),
@@ -26,6 +29,9 @@ from keras_psplus.compression import Int8
         (dict(shard="all", compression={"between": "int8"}), "hops of a topology"),
         (dict(shard="optimizer", updates="local_sgd:4"), "update their weights together"),
         (dict(shard="all", topology="auto", shard_group=2), "keep all parts.*Leave one of them"),
+        (dict(shard="all", reshard_after_forward=2), RESHARD),
+        (dict(shard="optimizer", reshard_after_forward=False), RESHARD),
+        (dict(reshard_after_forward=False), RESHARD),
     ],
 )
 def test_refused(given, text):
@@ -34,14 +40,7 @@ def test_refused(given, text):
     assert "Received: " in str(error.value)
 
 
-@pytest.mark.parametrize("given", [dict(), dict(shard="optimizer"), dict(shard="all")])
-def test_resharding_is_for_weights(given):
-    value = 2 if given.get("shard") == "all" else False
-    with pytest.raises(ValueError, match='must be True or False, and is for `shard="all"`'):
-        psp.MultiWorkerMirroredStrategy(**given, reshard_after_forward=value)
-
-
-@pytest.mark.parametrize(
+@for_each(
     "groups, hops, text",
     [
         (((0, 1), (2,)), Hops(None, None), "groups of one size in `topology`"),

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
@@ -14,6 +13,7 @@ from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ParameterPart
 from tests.sharding.test_places import Alone
+from tests.support.tables import for_each
 
 PLACE = Place.of_parts((2, 3), 2)
 
@@ -40,7 +40,7 @@ def test_small_gradients_beside_large_ones_arrive_in_time():
     assert "Int8" in traffic.compressor
 
 
-@pytest.mark.parametrize("name, error", [("fp16", 3e-8), ("bf16", 1e-9), ("int8", 1e-9)])
+@for_each("name, error", [("fp16", 3e-8), ("bf16", 1e-9), ("int8", 1e-9)])
 def test_small_changes_of_weights_arrive_in_time(name, error):
     exchange = exchange_of({"weights": name})
     variable = keras.Variable(np.zeros((2, 3), "float32"))

@@ -3,12 +3,12 @@
 import types
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.part_routes import Route
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.places import Place
+from tests.support.tables import for_each
 
 
 class Alone:
@@ -19,7 +19,7 @@ class Alone:
     all_reduce = staticmethod(tf.identity)
 
 
-@pytest.mark.parametrize(("workers", "of_each"), [(4, ()), (3, (3,))])
+@for_each("workers, of_each", [(4, ()), (3, (3,))])
 def test_parts_of_rows_add_up_to_the_gradient(workers, of_each):
     values = tf.random.normal([6, 3])
     slices = tf.IndexedSlices(values, tf.constant([4, 0, 4, 2, 1, 0]), tf.constant([6, 3]))
@@ -50,7 +50,7 @@ def test_one_large_tensor_is_all_reduced():
     assert sum(layout.widths) <= 2 * 92 / 3 + 2
 
 
-@pytest.mark.parametrize("limit", [{"clipnorm": 2.5}, {"global_clipnorm": 6.5}])
+@for_each("limit", [{"clipnorm": 2.5}, {"global_clipnorm": 6.5}])
 def test_parts_are_clipped_by_the_norm_of_the_whole(limit):
     optimizer = types.SimpleNamespace(**{"clipnorm": None, "global_clipnorm": None, **limit})
     # One that is whole, and a part of one whose other part has a norm of 4.

@@ -1,14 +1,13 @@
 """Answers to the requests of one worker that others wait for as well."""
 
-import pytest
-
 from keras_psplus.sharding import requests
+from tests.support.tables import for_each
 
 OWN = {"variable": 3, "steps": 5, "writes": 1}
 
 
-@pytest.mark.parametrize(
-    ("other", "is_answer"),
+@for_each(
+    "other, is_answer",
     [
         ({}, True),
         # What is newer will do, and what is older will not.
@@ -24,7 +23,7 @@ def test_a_read_is_answered_by_another_workers(other, is_answer):
     assert requests.is_answered(OWN, 0, {"by": 1} | OWN | other) is is_answer
 
 
-@pytest.mark.parametrize("own", [{**OWN, "gives": True}, {"left": True}])
+@for_each("own", [{**OWN, "gives": True}, {"left": True}])
 def test_other_requests_are_answered_by_themselves(own):
     assert requests.is_answered(own, 1, {"by": 1} | own)
     assert not requests.is_answered(own, 0, {"by": 1} | own)

@@ -1,12 +1,12 @@
 """Whole values come and go in pieces."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus.sharding import variable as variable_module
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable
+from tests.support.tables import for_each
 
 WHOLE = np.random.RandomState(1).randn(7, 5).astype("float32")
 
@@ -57,7 +57,7 @@ def made(rank, shape=WHOLE.shape):
     return ShareVariable(Store(rank), shape, tf.float32, "v", lambda: place, initial)
 
 
-@pytest.mark.parametrize("rank", range(3))
+@for_each("rank", range(3))
 def test_pieces(monkeypatch, rank):
     monkeypatch.setattr(variable_module, "_PIECE_BYTES", 4 * 8)
     one, rows = made(rank), np.pad(WHOLE.ravel(), [0, 1]).reshape(3, 12)
@@ -72,7 +72,7 @@ def test_pieces(monkeypatch, rank):
     assert one.collected(Rows(rows), False) is None
 
 
-@pytest.mark.parametrize("rank", range(3))
+@for_each("rank", range(3))
 def test_pieces_of_a_part_that_is_rows(monkeypatch, rank):
     monkeypatch.setattr(variable_module, "_PIECE_BYTES", 4 * 8)
     whole = WHOLE[:6]
@@ -85,6 +85,6 @@ def test_pieces_of_a_part_that_is_rows(monkeypatch, rank):
     np.testing.assert_array_equal(one.collected(Rows(rows), True), whole)
 
 
-@pytest.mark.parametrize("shape", [(6, 0), (3, 1 << 19)])
+@for_each("shape", [(6, 0), (3, 1 << 19)])
 def test_matrices_with_empty_or_long_rows_have_flat_parts(shape):
     assert Place.of_parts(shape, 3).cut.shard == (shape[0] * shape[1] // 3,)

@@ -70,6 +70,18 @@ def _servers_in_process(workers, **options):
     return make
 
 
+def _mesh(rows, columns, **options):
+    """Tensor parallelism in rows of a mesh."""
+
+    def make():
+        import keras_psplus as psp
+
+        mesh = psp.DeviceMesh((rows, columns), ("batch", "model"))
+        return psp.ModelParallelStrategy(mesh=mesh, **_PATIENT, **options)
+
+    return make
+
+
 _all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIENT)
 _served = functools.partial(Layout, workers=2, ps=2)
 LAYOUTS = {
@@ -83,8 +95,16 @@ LAYOUTS = {
     # Two workers with two devices each, which are a group.
     "hosts": Layout(_all_reduce(devices=2, topology=[["worker-0"], ["worker-1"]]), workers=2),
     "opt2": Layout(_all_reduce(shard="optimizer"), workers=2),
+    "opt3": Layout(_all_reduce(shard="optimizer"), workers=3),
+    "opt4_groups": Layout(_all_reduce(shard="optimizer", shard_group=2), workers=4),
+    "opt4_topology": Layout(_all_reduce(shard="optimizer", topology=[[3, 0], [2, 1]]), workers=4),
     "all2": Layout(_all_reduce(shard="all"), workers=2),
-    "tp2": Layout(_makes("ModelParallelStrategy", **_PATIENT), workers=2),
+    "all3": Layout(_all_reduce(shard="all"), workers=3),
+    "all4_groups": Layout(_all_reduce(shard="all", shard_group=2), workers=4),
+    "all4_topology": Layout(_all_reduce(shard="all", topology=[[0, 3], [1, 2]]), workers=4),
+    "tp2": Layout(_mesh(1, 2), workers=2),
+    "tp4": Layout(_mesh(2, 2), workers=4),
+    "tp6_topology": Layout(_mesh(3, 2, topology=[[0, 1, 2, 3], [4, 5]]), workers=6),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
     "hybrid22": _served(_makes("HybridStrategy", min_table_bytes=0, **_PATIENT)),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),

@@ -10,12 +10,13 @@ from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts
 from keras_psplus.tensor_parallel.regions import is_elementwise
+from tests.support.tables import for_each
 
 WORKERS = ["chief", "worker-0", "worker-1", "worker-2"]
 AXES = ("batch", "model")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "given, text",
     [
         (dict(shape=(), axis_names=()), "tuple of positive ints"),
@@ -43,7 +44,7 @@ def test_keras_hub_takes_the_mesh():
     assert found.axis_of("other/kernel", (3, 3)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "axes, text",
     [
         ((None, "modle"), "the mesh has no axis 'modle'; its axes are batch, model"),
@@ -74,7 +75,7 @@ def test_places():
     assert row == Grid(((0,), (1,), (2,), (3,)), None, "rows")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "mesh, batch, text",
     [
         (psp.DeviceMesh((2, 1), AXES), None, "The cluster has 4: chief, worker-0"),
@@ -105,7 +106,7 @@ def test_no_axis_for_the_model():
     assert Layouts(layouts, grid_of(mesh, "rows", WORKERS)).axis_of("a/kernel", (3, 3)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path, shape, axis",
     [
         ("a/dense/kernel", (3, 4), 1),
@@ -149,7 +150,7 @@ def test_weights():
         found.check_used(["dense/bias"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "given, text",
     [
         (dict(layout_map={}), '`layout_map` must be "auto", a'),

@@ -1,16 +1,16 @@
 """Parts of tensors, and their gradients; numbers of rows that only a step knows."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import size_classes
 from keras_psplus.sharding.places import AxisCut, Place
 from keras_psplus.tensor_parallel.group import ModelGroup
+from tests.support.tables import for_each
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (17, 4, 3), (0, 3)])
-@pytest.mark.parametrize("unknown", [1, 2])
+@for_each("shape", [(5, 3), (17, 4, 3), (0, 3)])
+@for_each("unknown", [1, 2])
 def test_padding(shape, unknown):
     spec = tf.TensorSpec([None] * unknown + list(shape[unknown:]))
 
@@ -46,7 +46,7 @@ class Tripled:
     gather_equal = staticmethod(lambda tensor: tf.stack([tensor, 3 * tensor]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name, arguments, value, gradient",
     [
         ("enter", (), [[1, 2]], [[4, 4]]),

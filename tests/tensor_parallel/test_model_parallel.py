@@ -5,119 +5,118 @@ import re
 import numpy as np
 import pytest
 
-from tests.selection import cases
-from tests.sharding.test_shares import check, train_alone, train_in_cluster
-from tests.support.results import assert_close, load
-from tests.tensor_parallel import cut_job
+from tests.sharding import cases as shares
+from tests.sharding.checks import check_files
+from tests.support.cluster import equals_one_process, reference, run
+from tests.support.results import assert_close
+from tests.support.tiers import extended
+from tests.tensor_parallel import cases
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-JOB = cut_job.__file__
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
-CASES = ["mlp/adamw", "mixed", "own_step", "grouped/sgd", "gpt2/sgd", "mlp/accumulate"]
-CASES += ["vocabulary", "odd/sgd", "table/lamb", "mlp/lamb_accumulate"]
-SQUARE = ["mlp/adamw", "own_step", "mlp/accumulate", "vocabulary"]
+MODELS = ["mlp/adamw", "own_step", "grouped/sgd", "odd/sgd", "table/lamb"]
+MORE = ["mixed/adam", "gpt2/sgd", "bert/sgd"]
+OPTIMIZERS = ["sgd", "momentum_clipnorm", "adam_clipvalue", "average", "schedule_free"]
+OPTIMIZERS += ["accumulate", "loss_scale", "muon", "adafactor", "lamb_accumulate"]
+SAID = {
+    "mlp/adamw": [
+        "over 1 x 2 workers: 7 of 11 variables are cut",
+        "matched by no weight: ",
+        "'adam_w' keeps the slots of 7 cut weights in parts",
+    ],
+    "table/lamb": ["'lamb' gathers 5 cut weights and their gradients for each update"],
+}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cut")
+@pytest.mark.parametrize("name", [*MODELS, *extended(*MORE)])
+def test_two_workers_equal_one_process(name):
+    found = equals_one_process("tp2", cases.trained, name=name)
+    for text in SAID.get(name, ()):
+        assert text in found.logs["worker-0"]
 
 
-@pytest.fixture(scope="module")
-def alone(request, folder):
-    return train_alone(folder / "alone", cases(request), JOB)
+@pytest.mark.parametrize("name", extended(*OPTIMIZERS))
+def test_optimizers_equal_one_process(name):
+    equals_one_process("tp2", shares.trained, name=name)
 
 
-@pytest.fixture(scope="module")
-def two(request, folder):
-    env = {"WORKERS": "2"}
-    names = [*cases(request, "test_two_workers_equal_one_process", "test_table")]
-    names += ["files", "parts", "logits"]
-    return train_in_cluster(folder / "two", 2, [*dict.fromkeys(names)], JOB, env=env)
-
-
-@pytest.fixture(scope="module")
-def square(request, folder, two):
-    env = {"WORKERS": "4", "LOADED": str(two[0] / "all.worker-1.keras")}
-    names = [*cases(request, "test_rows_divide_batches"), "load"]
-    return train_in_cluster(folder / "square", 4, names, JOB, env=env)
-
-
-@pytest.mark.parametrize("case", [*CASES, "files"])
-def test_two_workers_equal_one_process(alone, two, case):
-    check(alone, two, case, TOLERANCE)
-
-
-@pytest.mark.parametrize("case", SQUARE)
-def test_rows_divide_batches(alone, square, case):
-    check(alone, square, case, TOLERANCE)
-
-
-@pytest.mark.cases("mlp/adamw")
-def test_groups_of_rows_equal_one_process(folder, alone):
-    env = {"WORKERS": "6", "TOPOLOGY": "[[0, 1, 2, 3], [4, 5]]"}
-    found = train_in_cluster(folder / "groups", 6, ["mlp/adamw"], JOB, env=env)
-    check(alone, found, "mlp/adamw", TOLERANCE)
-
-
-@pytest.mark.cases("grouped/sgd", "gpt2/sgd")
-def test_what_does_not_talk_to_other_workers_is_compiled(folder, alone):
-    env, names = {"WORKERS": "2", "COMPILES": "1"}, ["grouped/sgd", "gpt2/sgd", "own_step"]
-    found = train_in_cluster(folder / "compiled", 2, names, JOB, env=env)
-    for case in names[:2]:
-        check(alone, found, case, TOLERANCE)
-    for log in found[1].logs.values():
-        compiled = {
-            name for line in re.findall("^compiled: (.*)", log, re.M) for name in line.split()
-        }
-        assert {"attention", "self_attention", "layer_norm"} <= compiled
-        assert "none that XLA can compile: layers with weights in parts: they talk to other" in log
-
-
-def test_each_worker_has_its_part(two):
-    path, result = two
-    for task, log in result.logs.items():
-        found = load(path / f"parts.{task}.npz", log)
-        np.testing.assert_array_equal(2 * found["kept"], found["whole"])
-        assert found["slots"] == 2  # momentum and velocity
-        # Gathered are positions, cut by width, three numbers of each row for the loss, and two for
-        # its accuracy. Forward, a table and two layers of each block are summed; backward, the
-        # gradients of what two cut layers of each multiply, and those of the head.
-        assert sorted(found["gathered"].tolist()) == ["[2]", "[3]", "[6, 4]"]
-        assert found["summed"] == 1 + 2 * 2 + 2 * 2 + 1
-
-
-def test_logits_are_not_gathered(two):
-    path, result = two
+@pytest.mark.parametrize("layout", ["tp2", *extended("tp4")])
+def test_losses_over_classes_that_are_cut(layout):
+    results = run(layout, cases.of_vocabulary)
     # Three numbers of each row for a loss, two for its accuracy; outputs of the hidden layer, and
     # the logits of which one metric needs all.
     wholes, small = ["[6, 4]", "[4]"], ["[6, 3]", "[6, 2]", *3 * ["[3]", "[2]"]]
-    for task, log in result.logs.items():
-        found = load(path / f"logits.{task}.npz", log)["gathered"].tolist()
-        assert sorted(found) == sorted(2 * [*small, *wholes])
-        lines = re.findall(r"logits of shape \(\w+, 8\) are gathered in each step, as '", log)
-        assert len(lines) == (task == "worker-0")
+    for task, found in results.items():
+        # Steps of training and of evaluation.
+        assert sorted(found.pop("gathered").tolist()) == sorted(2 * [*small, *wholes])
+        text = r"logits of shape \(\w+, 8\) are gathered in each step, as '"
+        assert len(re.findall(text, results.logs[task])) == (task in ("worker-0", "worker-2"))
+    assert_close(results.first, reference(cases.of_vocabulary), TOLERANCE)
 
 
-@pytest.mark.cases("mlp/adamw", "table/lamb")
-def test_table(two):
-    log = two[1].logs["worker-0"]
-    assert "over 1 x 2 workers: 7 of 11 variables are cut" in log
-    assert "matched by no weight: " in log
-    assert "'adam_w' keeps the slots of 7 cut weights in parts" in log
-    assert "'lamb' gathers 5 cut weights and their gradients for each update" in log
+@pytest.mark.parametrize(
+    "name, layers",
+    [
+        ("mlp/adamw", {"layer_normalization"}),
+        *extended(("grouped/sgd", {"attention"}), ("gpt2/sgd", {"self_attention", "layer_norm"})),
+        *extended(("own_step", set())),
+    ],
+)
+def test_layers_that_talk_to_no_other_worker_are_compiled(name, layers):
+    found = run("tp2", cases.trained, name=name, jit_compile=True)
+    assert_close(found.first, reference(cases.trained, name=name), TOLERANCE)
+    for log in found.logs.values():
+        lines = re.findall("^compiled: (.*)", log, re.MULTILINE)
+        assert layers <= {one for line in lines for one in line.split()}
+        if not layers:
+            assert "none that XLA can compile: layers with weights in parts: they talk to" in log
 
 
-@pytest.mark.cases("files")
-def test_files_go_on_elsewhere(alone, square):
-    expected = by_layer(load(alone / "files.one.npz", ""))
-    for task, log in square[1].logs.items():
-        found = by_layer(load(square[0] / f"load.{task}.npz", log))
+def test_each_worker_has_its_part():
+    expected = reference(cases.in_parts)
+    for found in run("tp2", cases.in_parts).values():
+        np.testing.assert_array_equal(2 * found.pop("kept"), found.pop("whole"))
+        assert found.pop("slots of a weight") == 1  # its momentum
+        # Gathered are positions, cut by width, three numbers of each row for the loss, and two for
+        # its accuracy. Forward, a table and two layers are summed; backward, the gradients of what
+        # two cut layers multiply, and those of the head.
+        assert sorted(found.pop("gathered").tolist()) == ["[2]", "[3]", "[6, 4]"]
+        assert found.pop("summed") == 1 + 2 + 2 + 1
         assert_close(found, expected, TOLERANCE)
 
 
-def by_layer(arrays):
-    """Arrays without the model's name, which paths of a loaded one do not have."""
-    return {re.sub("sequential[/_]", "", name): value for name, value in arrays.items()}
+@pytest.mark.extended
+def test_workers_of_a_row_compute_alike():
+    # In half precision, one process rounds in another order.
+    found = run("tp2", cases.trained, name="mixed_precision/sgd")
+    assert np.isfinite(found.first["history/loss"]).all()
+
+
+@pytest.mark.parametrize("other", ["plain", *extended("tp4")])
+def test_files_go_on_elsewhere(other, tmp_path):
+    check_files("tp2", tmp_path, other)
+
+
+@pytest.mark.parametrize("layout", ["tp2", *extended("tp4")])
+@pytest.mark.parametrize("name", ["places", *extended("embedding/adagrad")])
+def test_accumulated_rows_equal_those_of_one_process(layout, name):
+    equals_one_process(layout, shares.accumulated, name=name, rows=32)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["two_optimizers", "adamw", "loss_scale"])
+def test_accumulated_updates_equal_those_of_one_process(name):
+    equals_one_process("tp4", shares.accumulated, name=name)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["mlp/adamw", "own_step", "mlp/accumulate"])
+def test_rows_divide_batches(name):
+    equals_one_process("tp4", cases.trained, name=name)
+
+
+@pytest.mark.extended
+def test_groups_of_rows_equal_one_process():
+    equals_one_process("tp6_topology", cases.trained, name="mlp/adamw")

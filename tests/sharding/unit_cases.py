@@ -1,29 +1,25 @@
-"""Trains with weights in shares, or in one process.
+"""Models whose layers are units of weights in shares, in clusters and in one process."""
 
-full_job.py FOLDER CASE,CASE...
-
-A case is one of `shares_job.py`, or one of the models here. What each leaves is written to
-`<folder>/<case>.<task>.npz`.
-"""
-
-import json
-import os
-import pathlib
-import sys
+import contextlib
 import time
+from unittest import mock
 
-from tests.sharding import shares_job
-
-# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
-import keras_psplus as psp
-from keras_psplus.sharding.units import gathering as units_module
+from tests.sharding.cases import BATCH, ROWS, compiled, fit, left, numbers, options
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def unit(layer):
+    """A layer as a unit; in plain Keras, the layer."""
+    if not tf.distribute.has_strategy():
+        return layer
+    import keras_psplus as psp
+
+    return psp.unit(layer)
 
 
 class Block(L.Layer):
@@ -60,7 +56,7 @@ class Encoder(L.Layer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.blocks = [psp.unit(Block()) for _ in range(2)]
+        self.blocks = [unit(Block()) for _ in range(2)]
         self.last = L.Dense(8)
 
     def build(self, shape):
@@ -78,7 +74,7 @@ class Encoder(L.Layer):
 def encoder():
     inputs = keras.Input((6,), dtype="int32")
     x = Encoder()(L.Embedding(11, 8)(inputs))
-    last = psp.unit(keras.Sequential([L.Dense(5, activation="tanh"), L.Dense(3)]))
+    last = unit(keras.Sequential([L.Dense(5, activation="tanh"), L.Dense(3)]))
     return keras.Model(inputs, last(L.GlobalAveragePooling1D()(x)))
 
 
@@ -306,53 +302,44 @@ def several():
     return Several(inputs, x)
 
 
-PREDICTING = "transformer", "branching", "tied", "penalty"
+PREDICTING = "transformer", "branching", "tied", "penalty", "convolutional"
 TOKENS = "transformer", "tied", "mixed", "encoder"
-SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4), "branching": (7,)}
-SHAPES |= {"penalty": (7,), "remat": (7,), "repeating": (7,), "several": (7,)}
-MODELS = {
-    "transformer": (
-        transformer,
-        lambda: O.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
-    ),
-    "encoder": (encoder, lambda: O.SGD(0.1, momentum=0.9)),
-    "convolutional": (convolutional, lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1)),
-    "recurrent": (recurrent, lambda: O.RMSprop(1e-3)),
-    "tied": (tied, lambda: O.SGD(0.1, momentum=0.9)),
-    "branching": (branching, lambda: O.SGD(0.05, momentum=0.9)),
-    "penalty": (penalty, lambda: O.Adam(1e-2)),
-    "repeating": (repeating, lambda: O.SGD(0.1)),
-    "mixed": (mixed, lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9))),
-    "remat": (remat, lambda: O.SGD(0.05, momentum=0.9)),
-    "several": (several, lambda: O.SGD(0.05, momentum=0.9)),
+SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4)}
+MODELS = [transformer, encoder, convolutional, recurrent, tied, branching, penalty, repeating]
+MODELS = {one.__name__: one for one in [*MODELS, mixed, remat, several]}
+# The others have momentum.
+OPTIMIZERS = {
+    "transformer": lambda: O.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
+    "convolutional": lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1),
+    "recurrent": lambda: O.RMSprop(1e-3),
+    "penalty": lambda: O.Adam(1e-2),
+    "mixed": lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9)),
 }
 
 
-def trained(name):
-    """A model that was trained, evaluated and asked for predictions."""
-    make, optimizer = MODELS[name]
-    keras.utils.set_random_seed(3)
-    model = make()
-    if name == "penalty":
-        model.compile(optimizer(), LOSS)
-    else:
-        shares_job.compiled(model, optimizer())
-    model.optimizer.build(model.trainable_variables)
-    rng = np.random.RandomState(1)
-    # The last batch is of two rows.
-    x = rng.randn(50, *SHAPES.get(name, ())).astype("float32")
-    if name in TOKENS:
-        x = rng.randint(0, 3 if name == "tied" else 7, (50, 6))
-    y = np.random.RandomState(2).randint(0, 3, 50)
-    initial = model.get_weights()
-    history = shares_job.fit(model, x, validation_data=(x[:20], y[:20]))
-    found = shares_job.left(model, history)
-    found |= {f"initial/{i}": value for i, value in enumerate(initial)}
-    found["evaluated"] = np.asarray(model.evaluate(x, y, batch_size=8, verbose=0))
-    # The others' forward passes are those of `evaluate`.
-    if name in PREDICTING:
-        found["predicted"] = model.predict(x, batch_size=8, verbose=0)
-    return found
+def trained(name, jit_compile=False, **given):
+    """A model that was trained, and of some evaluation and predictions."""
+    optimizer = OPTIMIZERS.get(name, lambda: O.SGD(0.05, momentum=0.9))
+    with options(**given), each_unit_gathers() if jit_compile else contextlib.nullcontext():
+        model = compiled(MODELS[name](), optimizer(), jit_compile)
+        x = numbers(ROWS, *SHAPES.get(name, (7,)))
+        if name in TOKENS:
+            x = np.random.RandomState(1).randint(0, 3 if name == "tied" else 7, (ROWS, 6))
+        initial = model.get_weights()
+        if name not in PREDICTING:
+            found = left(model, fit(model, x))
+        else:
+            y = np.random.RandomState(2).randint(0, 3, 9)
+            found = left(model, fit(model, x, validation_data=(x[:9], y)))
+            found["predicted"] = model.predict(x, batch_size=8, verbose=0)
+    return found | {f"initial/{i}": value for i, value in enumerate(initial)}
+
+
+def each_unit_gathers():
+    """Has no units gathered with others, as small ones are."""
+    from keras_psplus.sharding.units import gathering
+
+    return mock.patch.object(gathering, "_GROUP_BYTES", 1)
 
 
 class Pair(L.Layer):
@@ -360,7 +347,7 @@ class Pair(L.Layer):
 
     def __init__(self, first, second):
         super().__init__()
-        self.first, self.second = psp.unit(first), psp.unit(second)
+        self.first, self.second = unit(first), unit(second)
 
     def build(self, shape):
         self.first.build(shape)
@@ -370,12 +357,14 @@ class Pair(L.Layer):
         return self.second(self.first(x))
 
 
-def units(is_chief):
+def units(jit_compile, **given):
     """Parts, bytes and gatherings of a step; and reads while others change weights."""
-    calls, found = [], {"functions": 0}
+    from keras_psplus.sharding.units import gathering
+
+    calls, groups, found = [], [], {"functions": 0}
 
     def first_of(call, i):
-        """What forward gathers of a weight, and what functions that XLA compiles return of it."""
+        """Tensors of a weight that forward gathers, and that functions of XLA return of it."""
         whole, outputs = call.wholes[i], []
         for function in call.functions:
             found["functions"] += 1
@@ -383,12 +372,17 @@ def units(is_chief):
             outputs += [one for one, own in pairs if own is function.captures.get(id(whole))]
         return [whole, *outputs]
 
-    class Call(units_module.UnitCall):
+    class Call(gathering.UnitCall):
         def __init__(self, *args):
             super().__init__(*args)
             calls.append(self)
 
-    class Backward(units_module.Backward):
+    class Group(gathering.UnitGroup):
+        def __init__(self, *args):
+            super().__init__(*args)
+            groups.append(self)
+
+    class Backward(gathering.Backward):
         def redirect(self):
             super().redirect()
             if not self._replacements:
@@ -401,61 +395,39 @@ def units(is_chief):
             names = [call.weights[i].path.rpartition("/")[2] for call, i in again]
             found.update(forward=len(own), backward=names, left=len(later & users))
 
-    groups = []
+    watched = {"UnitCall": Call, "UnitGroup": Group, "Backward": Backward}
+    with options(**given), mock.patch.multiple(gathering, **watched):
+        x = numbers(2 * BATCH, 7)
+        layers = [keras.Input((7,)), *(L.Dense(6) for _ in range(5))]
+        fit(compiled(keras.Sequential(layers), O.SGD(0.1), jit_compile), x, epochs=1)
+        found["together"] = [len(group.calls) for group in groups]
+        groups.clear()
+        with mock.patch.object(gathering, "_GROUP_BYTES", 1 << 12):
+            large = of_large_units(x, jit_compile)
+    return found | large | {"apart": [len(group.calls) for group in groups]}
 
-    class Group(units_module.UnitGroup):
-        def __init__(self, *args):
-            super().__init__(*args)
-            groups.append(self)
 
-    units_module.UnitCall, units_module.Backward = Call, Backward
-    units_module.UnitGroup = Group
-    keras.utils.set_random_seed(3)
-    units_module._GROUP_BYTES = 1 << 20
-    x = np.random.RandomState(1).randn(48, 7).astype("float32")
-    small = keras.Sequential([keras.Input((7,)), *(L.Dense(6) for _ in range(5))])
-    small.compile(O.SGD(0.1), LOSS, jit_compile=shares_job.JIT)
-    shares_job.fit(small, x, epochs=1)
-    together = [len(group.calls) for group in groups]
-    groups.clear()
-    units_module._GROUP_BYTES = 1 << 12
+def of_large_units(x, jit_compile):
+    """Bytes of a step and sizes of parts; and reads of a weight while others change some."""
+    strategy = tf.distribute.get_strategy()
     layers = [L.Dense(80, activation="tanh") for _ in range(3)]
-    pair = Pair(*layers[:2])
-    nested = psp.unit(keras.Sequential([layers[2], L.Dense(3)]))
-    model = keras.Sequential([keras.Input((7,)), pair, nested])
-    model.compile(O.SGD(0.1), LOSS, jit_compile=shares_job.JIT)
-    before = tf.distribute.get_strategy().communication.wire_bytes
-    shares_job.fit(model, x, epochs=1)
-    wire = tf.distribute.get_strategy().communication.wire_bytes - before
-    for weight in model.trainable_variables:
-        # The chief is ahead, and reads what the other has still to read and change.
-        time.sleep(0 if is_chief else 0.1)
-        weight.assign(weight.numpy() * 0.5)
-    alone = layers[0].kernel.numpy().sum() if is_chief else None
-    both = layers[0].kernel.numpy().sum()
+    nested = unit(keras.Sequential([layers[2], L.Dense(3)]))
+    model = keras.Sequential([keras.Input((7,)), Pair(*layers[:2]), nested])
+    compiled(model, O.SGD(0.1), jit_compile)
+    before = strategy.communication.wire_bytes
+    fit(model, x, epochs=1)
+    wire = strategy.communication.wire_bytes - before
     weights = model.trainable_variables
-    return found | {
-        "together": np.asarray(together),
-        "apart": np.asarray([len(group.calls) for group in groups]),
-        "wire": np.asarray(wire / 6),
-        "kept": np.asarray([one._value.part.shape.num_elements() for one in weights]),
-        "whole": np.asarray([np.prod(one.shape) for one in weights]),
+    for weight in weights:
+        # The chief is ahead, and reads what the other has still to read and change.
+        time.sleep(0 if strategy.is_chief else 0.03)
+        weight.assign(weight.numpy() * 0.5)
+    alone = layers[0].kernel.numpy().sum() if strategy.is_chief else None
+    both = layers[0].kernel.numpy().sum()
+    return {
+        "wire": wire / 2,
+        "kept": [one._value.part.shape.num_elements() for one in weights],
+        "whole": [np.prod(one.shape) for one in weights],
         "read": both,
         "read alone": both if alone is None else alone,
     }
-
-
-if __name__ == "__main__":
-    cases = {name: lambda name=name: trained(name) for name in MODELS}
-    if "COMPILES" in os.environ:
-        # Each unit's weights are gathered again.
-        units_module._GROUP_BYTES = 1
-    is_chief = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index") == 0
-    cases["units"] = lambda: units(is_chief)
-    shares_job.main(
-        pathlib.Path(sys.argv[1]),
-        sys.argv[2].split(","),
-        cases,
-        shard="all",
-        reshard_after_forward="KEEPS" not in os.environ,
-    )

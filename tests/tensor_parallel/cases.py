@@ -1,32 +1,15 @@
-"""Trains with weights cut along a mesh, or in one process.
-
-cut_job.py FOLDER CASE,CASE...
-
-The mesh is `MODEL` (environment) workers wide, as many rows high as there are workers for. What
-each case leaves is written to `<folder>/<case>.<task>.npz`.
-"""
+"""Models whose weights tensor parallelism cuts, in clusters and in one process."""
 
 import contextlib
-import json
-import os
-import pathlib
-import sys
-import traceback
+from unittest import mock
 
-from tests import quick_start, references  # noqa: F401
-
-# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
-import keras_psplus as psp
-from keras_psplus.core.graph.compiled_calls import CompiledCalls
-from keras_psplus.tensor_parallel.group import ModelGroup
-from tests.sharding.shares_job import JIT, Dying
+from tests.sharding.cases import BATCH, EPOCHS, OPTIMIZERS, ROWS, compiled, fit, left, numbers
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
-EPOCHS, ROWS = 2, 80  # of 8: 20 steps
 COLUMN, ROW = (None, "model"), ("model", None)
 LAYOUTS = {
     r".*up/kernel": COLUMN,
@@ -62,7 +45,7 @@ def mlp(activation="tanh"):
             L.Activation("tanh"),
             L.Dense(3, name="c_down"),
         ]
-    ), np.random.RandomState(1).randn(ROWS, 7).astype("float32")
+    ), numbers(ROWS, 7)
 
 
 def table():
@@ -77,19 +60,14 @@ def tokens(length=6, vocabulary=12):
     return np.random.RandomState(1).randint(0, vocabulary, (ROWS, length))
 
 
-def transformer(attention=L.MultiHeadAttention, dropout=0.0, **kwargs):
+def transformer():
     inputs = keras.Input((6,), dtype="int32")
     x = L.Embedding(12, 8, name="tokens")(inputs)
     x = x + L.Embedding(12, 8, name="positions")(inputs)
-    for i in range(2):
-        heads = kwargs or {"num_heads": 4, "key_dim": 2}
-        attended = attention(**heads, dropout=dropout, name=f"attention_{i}")(
-            x, x, use_causal_mask=True
-        )
-        x = L.LayerNormalization()(x + L.Dropout(dropout)(attended))
-        y = L.Dense(16, activation="gelu", name=f"ff_{i}_up")(x)
-        y = L.Dense(8, name=f"ff_{i}_down")(y)
-        x = L.LayerNormalization()(x + y)
+    attended = L.MultiHeadAttention(4, 2, name="attention")(x, x, use_causal_mask=True)
+    x = L.LayerNormalization()(x + attended)
+    y = L.Dense(8, name="ff_down")(L.Dense(16, activation="gelu", name="ff_up")(x))
+    x = L.LayerNormalization()(x + y)
     outputs = L.Dense(4, name="head_up")(L.GlobalAveragePooling1D()(x))
     return keras.Model(inputs, outputs), tokens()
 
@@ -141,38 +119,48 @@ def vocabulary():
     }
     top = keras.metrics.SparseTopKCategoricalAccuracy(2)
     metrics = {name: ["accuracy"] for name in losses} | {"top": ["accuracy", top]}
-    model.compile(O.Adam(1e-2), losses, metrics=metrics)
+    model.compile(O.Adam(1e-2), losses, metrics=metrics, jit_compile=False)
     draw = np.random.RandomState(4).randint
     y = {"words": draw(0, 12, (ROWS, 6)), "smooth": np.eye(4)[draw(0, 4, ROWS)]}
     return model, tokens(), y | {"soft": draw(0, 10, ROWS), "top": draw(0, 8, ROWS)}
 
 
 def of_vocabulary(epochs=EPOCHS):
-    keras.utils.set_random_seed(3)
-    model, x, y = vocabulary()
-    history = model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0).history
-    found = left(model, history)
-    scores = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
-    return found | {f"evaluated/{name}": np.asarray(value) for name, value in scores.items()}
+    """Training and evaluation, and in a cluster the shapes that they gather."""
+    with layouts(), collectives() as shapes:
+        model, x, y = vocabulary()
+        history = model.fit(x, y, BATCH, epochs=epochs, shuffle=False, verbose=0).history
+        found = left(model, history)
+        scores = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    found |= {f"evaluated/{name}": value for name, value in scores.items()}
+    return found | ({"gathered": shapes["gather"]} if shapes else {})
 
 
-def logits():
-    """Shapes of what is gathered in traced steps of training and of evaluation."""
-    shapes = gathered_shapes()
-    of_vocabulary(epochs=1)
-    return {"gathered": np.asarray(shapes)}
+@contextlib.contextmanager
+def collectives():
+    """Notes, without rows, the shapes of all parts that a row of workers gathers or sums."""
+    if not tf.distribute.has_strategy():
+        yield {}
+        return
+    from keras_psplus.tensor_parallel.group import ModelGroup
 
+    shapes = {"gather": [], "reduce": []}
 
-def gathered_shapes():
-    """List to which each gathering adds the shape of its parts, without rows."""
-    shapes, gather = [], ModelGroup.gather
+    def noted(name):
+        call = getattr(ModelGroup, name)
 
-    def noted(group, local, axis):
-        shapes.append(str(local.shape.as_list()[1:]))
-        return gather(group, local, axis)
+        def method(group, local, *args):
+            shapes[name].append(str(local.shape.as_list()[1:]))
+            return call(group, local, *args)
 
-    ModelGroup.gather = noted
-    return shapes
+        return method
+
+    group = tf.distribute.get_strategy().extended.group
+    with (
+        mock.patch.multiple(ModelGroup, **{name: noted(name) for name in shapes}),
+        mock.patch.object(group, "_has_noted", False),
+    ):
+        yield shapes
 
 
 class OwnStep(keras.Model):
@@ -207,7 +195,7 @@ class OwnStep(keras.Model):
 
 
 def own_step():
-    model, x = OwnStep(), np.random.RandomState(1).randn(ROWS - 3, 7).astype("float32")
+    model, x = OwnStep(), numbers(ROWS - 3, 7)
     model(x[:1])
     return model, x
 
@@ -272,33 +260,21 @@ def odd():
     ), tokens()
 
 
+SMALL = dict(num_layers=2, num_heads=2, hidden_dim=8, intermediate_dim=16, dropout=0.0)
+SMALL |= dict(vocabulary_size=12, max_sequence_length=6)
+
+
 def gpt2():
     import keras_hub
 
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=12,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        dropout=0.0,
-        max_sequence_length=6,
-    )
+    backbone = keras_hub.models.GPT2Backbone(**SMALL)
     return of_backbone(backbone, ["token_ids", "padding_mask"])
 
 
 def bert():
     import keras_hub
 
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=12,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        dropout=0.0,
-        max_sequence_length=6,
-    )
+    backbone = keras_hub.models.BertBackbone(**SMALL)
     return of_backbone(backbone, ["token_ids", "padding_mask", "segment_ids"])
 
 
@@ -321,125 +297,50 @@ def mixed_precision():
         keras.config.set_dtype_policy("float32")
 
 
-MODELS = {
-    "mlp": mlp,
-    "table": table,
-    "transformer": transformer,
-    "mixed": mixed,
-    "grouped": grouped,
-    "own_step": own_step,
-    "odd": odd,
-    "gpt2": gpt2,
-    "bert": bert,
-    "bfloat16": mixed_precision,
-}
+MODELS = [mlp, table, transformer, mixed, grouped, own_step, odd, gpt2, bert, mixed_precision]
+MODELS = {one.__name__: one for one in MODELS}
+PREDICTING = "grouped", "mixed/", "odd"
 
 
-def adamw():
-    optimizer = O.AdamW(1e-2, weight_decay=0.05, global_clipnorm=0.5)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return optimizer
+@contextlib.contextmanager
+def layouts():
+    """Has the strategy cut weights as `LAYOUTS` says, in place of by itself."""
+    if not tf.distribute.has_strategy():
+        yield
+        return
+    import keras_psplus as psp
+    from keras_psplus.tensor_parallel.plan import Layouts
+
+    strategy = tf.distribute.get_strategy()
+    rows = strategy.grid.rows
+    found = psp.LayoutMap(psp.DeviceMesh((len(rows), len(rows[0])), ("batch", "model")))
+    for pattern, axes in LAYOUTS.items():
+        found[pattern] = axes
+    with mock.patch.object(strategy, "layouts", Layouts(found, strategy.grid)):
+        yield
 
 
-OPTIMIZERS = {
-    "adam": lambda: O.Adam(1e-2),
-    "sgd": lambda: O.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=0.1),
-    "adamw": adamw,
-    "adam_clipvalue": lambda: O.Adam(1e-2, amsgrad=True, clipvalue=0.01),
-    "average": lambda: O.Adam(1e-2, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
-    "accumulate": lambda: O.Adagrad(1e-2, gradient_accumulation_steps=2, use_ema=True),
-    "schedule_free": lambda: O.ScheduleFreeAdamW(1e-2, warmup_steps=3),
-    "loss_scale": lambda: O.LossScaleOptimizer(
-        O.Adam(1e-2, global_clipnorm=1.0), initial_scale=256.0, dynamic_growth_steps=3
-    ),
-    "muon": lambda: O.Muon(1e-2, global_clipnorm=0.5, weight_decay=0.1, use_ema=True),
-    "adafactor": lambda: O.Adafactor(1e-2),
-    "lamb": lambda: O.Lamb(1e-2, clipnorm=0.1),
-    "lamb_accumulate": lambda: O.Lamb(1e-2, gradient_accumulation_steps=3),
-}
+def made(name, jit_compile=False):
+    """Model and data of a case, `MODEL/OPTIMIZER`."""
+    name, _, optimizer = name.partition("/")
+    model, x = MODELS[name]()
+    return compiled(model, OPTIMIZERS[optimizer or "adam"](), jit_compile, ["accuracy"]), x
 
 
-def compiled(model, optimizer="adam"):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(OPTIMIZERS[optimizer](), loss, metrics=["accuracy"], jit_compile=JIT)
-    return model
-
-
-def fit(model, x, epochs=EPOCHS, **kwargs):
-    rows = len(x["token_ids"] if isinstance(x, dict) else x)
-    y = np.random.RandomState(2).randint(0, 3, rows)
-    options = dict(batch_size=8, epochs=epochs, shuffle=False, verbose=0)
-    return model.fit(x, y, **options | kwargs).history
-
-
-def left(model, history):
-    return (
-        {f"history/{name}": np.asarray(values) for name, values in history.items()}
-        | {f"weights/{v.path}": v.numpy() for v in model.variables}
-        | {f"slots/{v.path}": v.numpy() for v in model.optimizer.variables}
-    )
-
-
-def trained(case):
-    name, _, optimizer = case.partition("/")
-    model, x = made(name, optimizer)
-    found = left(model, fit(model, x))
-    found["predicted"] = model.predict(x, batch_size=8, verbose=0)
+def trained(name, jit_compile=False):
+    with layouts(), names_compiled() if jit_compile else contextlib.nullcontext():
+        model, x = made(name, jit_compile)
+        found = left(model, fit(model, x))
+        if name.startswith(PREDICTING):
+            found["predicted"] = model.predict(x, batch_size=BATCH, verbose=0)
     return found
 
 
-def made(name, optimizer):
-    keras.utils.set_random_seed(3)
-    model, x = MODELS[name]()
-    compiled(model, optimizer or "adam")
-    # By `fit`, Keras builds it in a trace, where the first values of ScheduleFreeAdamW are lost.
-    model.optimizer.build(model.trainable_variables)
-    return model, x
-
-
-def files(folder, task, is_chief):
-    """Files of all workers, and of the chief alone."""
-    model, x = made("mlp", "average")
-    fit(model, x, epochs=1)
-    model.save(folder / f"all.{task}.keras")
-    if is_chief:
-        model.save_weights(folder / "alone.weights.h5")
-    return left(model, fit(model, x, epochs=1))
-
-
-def loaded():
-    """Goes on from a file that another number of workers has written."""
-    model = keras.models.load_model(os.environ["LOADED"])
-    _, x = mlp()
-    return left(model, fit(model, x, epochs=1))
-
-
-def backup(folder, dies):
-    model, x = made("mlp", "adam")
-    callbacks = [keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)]
-    history = fit(model, x, callbacks=[*callbacks, Dying(dies, 1, 2)])
-    return {k: v for k, v in left(model, history).items() if not k.startswith("history")}
-
-
-def parts():
-    """Sizes of what this worker keeps, and the collectives that a traced step has."""
-    sums, reduce, shapes = [], ModelGroup.reduce, gathered_shapes()
-    ModelGroup.reduce = lambda *args: sums.append(1) or reduce(*args)
-    model, x = made("transformer", "adam")
-    fit(model, x, epochs=1)
-    kept = [v for v in model.trainable_variables if hasattr(v._value, "local_shape")]
-    slots = [v for v in model.optimizer.variables if hasattr(v._value, "part")]
-    return {
-        "kept": np.asarray([v._value.part.shape.num_elements() for v in kept + slots]),
-        "whole": np.asarray([np.prod(v.shape) for v in kept + slots]),
-        "slots": np.asarray(len(slots) / len(kept)),
-        "gathered": np.asarray(shapes),
-        "summed": np.asarray(len(sums)),
-    }
-
-
-def show_compiled_layers():
+@contextlib.contextmanager
+def names_compiled():
     """Has the log name the layers of functions that XLA compiles."""
+    from keras_psplus.core.graph.compiled_calls import CompiledCalls
+
     make = CompiledCalls.function
 
     def function(self, function, layers, *args, **kwargs):
@@ -448,45 +349,24 @@ def show_compiled_layers():
             print("compiled:", *(one.name for one in layers if getattr(one, "weights", ())))
         return found
 
-    CompiledCalls.function = function
+    with mock.patch.object(CompiledCalls, "function", function):
+        yield
 
 
-def main(folder, cases):
-    folder, strategy, task = pathlib.Path(folder), None, "one"
-    show_compiled_layers()
-    if "TF_CONFIG" in os.environ:
-        model = int(os.environ.get("MODEL", "2"))
-        workers = int(os.environ["WORKERS"])
-        mesh = psp.DeviceMesh((workers // model, model), ("batch", "model"))
-        options = {"compression": "bf16"} if "COMPRESSION" in os.environ else {}
-        if "TOPOLOGY" in os.environ:
-            options["topology"] = json.loads(os.environ["TOPOLOGY"])
-        strategy = psp.ModelParallelStrategy(layout_map=LAYOUTS, mesh=mesh, **options)
-        task = strategy.task.name
-    else:
-        references.build_first()
-    others = {
-        "files": lambda: files(folder, task, strategy is None or strategy.is_chief),
-        "load": loaded,
-        "dying": lambda: backup(folder, task == os.environ["VICTIM"]),
-        "resumed": lambda: backup(folder, False),
-        "parts": parts,
-        "vocabulary": of_vocabulary,
-        "logits": logits,
+def in_parts():
+    """A transformer; sizes of what this worker keeps, and a traced step's collectives."""
+    name = "transformer/momentum_clipnorm"
+    if not tf.distribute.has_strategy():
+        return trained(name)
+    with layouts(), collectives() as shapes:
+        model, x = made(name)
+        found = left(model, fit(model, x))
+    kept = [v for v in model.trainable_variables if hasattr(v._value, "local_shape")]
+    slots = [v for v in model.optimizer.variables if hasattr(v._value, "part")]
+    return found | {
+        "kept": [v._value.part.shape.num_elements() for v in kept + slots],
+        "whole": [np.prod(v.shape) for v in kept + slots],
+        "slots of a weight": len(slots) / len(kept),
+        "gathered": shapes["gather"],
+        "summed": len(shapes["reduce"]),
     }
-    for case in cases.split(","):
-        keras.backend.clear_session()
-        try:
-            with strategy.scope() if strategy else contextlib.nullcontext():
-                found = others[case]() if case in others else trained(case)
-        except Exception:
-            if case == "dying":
-                raise
-            # Its test finds no file, and shows this; other cases go on.
-            traceback.print_exc()
-            continue
-        np.savez(folder / f"{case.replace('/', '_')}.{task}.npz", **found)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
