@@ -97,7 +97,7 @@ def test_mistakes_are_told_before_the_server_starts():
 
 
 JOB = """
-import os, sys
+import os, sys, time
 from keras_psplus.cluster.config import read_task_config
 from keras_psplus.cluster.startup.preflight import wait_for_cluster
 config, end = read_task_config(), sys.argv[1]
@@ -106,11 +106,14 @@ if config.task_type == "chief":
     from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
     wait_for_cluster(config, ("ps",), timeout=60)
     cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
+    if end == "without a greeting":
+        server = tf.distribute.Server(cluster, "chief", 0)
+        time.sleep(1.5)
+        os._exit(0)
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec(cluster), job_name="chief", protocol="grpc"
     )
-    if end != "without a greeting":
-        ShutdownNotifier({"ps-0": config.cluster["ps"][0]})
+    ShutdownNotifier({"ps-0": config.cluster["ps"][0]})
     if end == "killed":
         os.kill(os.getpid(), 9)
     if end == "raises":
