@@ -1,4 +1,4 @@
-"""Comparison of the workers' data: each must have all rows, of which it trains its part.
+"""Comparison of the workers' data, of which each must have all rows.
 
 Lengths and batch sizes say little: of `x[rank::2]`, all workers have as many rows. So they compare
 some values of arrays and of first batches, and TensorFlow's hash of a dataset's graph with the
@@ -33,7 +33,7 @@ _compared: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 
 
 def print_of(adapter: Any, kind: str) -> Any:
-    """Returns what this worker says of the contents of its data, or None: a value for JSON.
+    """Returns what this worker says of its data, as a value for JSON, or None.
 
     Args:
         adapter: One of Keras's data adapters.
@@ -52,7 +52,7 @@ def print_of(adapter: Any, kind: str) -> Any:
 
 
 def check(adapter: Any, prints: Sequence[Any], control: ControlPlane, seed: int) -> None:
-    """Checks that all workers have the same data, if they say that they are alike in size.
+    """Checks that workers whose data are alike in size have the same.
 
     Args:
         adapter: One of Keras's data adapters.
@@ -150,7 +150,7 @@ def _keeping_random_numbers() -> Iterator[None]:
 
 
 def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
-    """TensorFlow's hash of a dataset's graph, empty if that is large; None if it has none."""
+    """TensorFlow's hash of a dataset's graph, empty for a large one, or None."""
     size, calls_python, left = 0, False, [dataset]
     while left:
         one = left.pop()

@@ -39,7 +39,7 @@ def gradient_shape(variable: Any) -> Any:
 
 
 def shape_to_be(variable: keras.Variable, value: Any) -> tuple[int, ...] | None:
-    """Shape of a Keras variable that is being made, also of one that is made from a number.
+    """Shape of a Keras variable that is being made, also from a number.
 
     Args:
         value: Its initial value, or a function that returns it.
