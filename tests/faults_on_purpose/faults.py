@@ -143,8 +143,8 @@ FAULTS = (
     ),
     Fault(
         "a slot left out of a backup",
-        "a table's first slot is not in the servers' files, and a resumed job begins with its first "
-        "value",
+        "a table's first slot is not in the servers' files, and a resumed job begins with its "
+        "first value",
         "hybrid/server/server_files.py",
         "shard.slots[i] for i in range(slots)})",
         "shard.slots[i] for i in range(1, slots)})",
