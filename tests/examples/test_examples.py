@@ -108,44 +108,38 @@ def last_published(path):
     return max((int(step) for step in re.findall(r'"step": ?(\d+)', text)), default=0)
 
 
-SMALL_TRANSFORMER = ("transformer.py", "--epochs=1", "--blocks=2", "--train_size=128", "--write=3")
-
-
 @pytest.mark.extended
-def test_transformer_in_shares_equals_one_process():
-    expected = values("transformer", alone(*SMALL_TRANSFORMER))
-    output = together(*SMALL_TRANSFORMER, number=1)
-    found = values("transformer", output)
-    del expected["seconds"], found["seconds"]
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert re.search(r"in shares: \d+ of \d+ variables are cut into equal parts", output)
-
-
-@pytest.mark.extended
-def test_transformer_in_stages_equals_one_process():
-    small = SMALL_TRANSFORMER
+@pytest.mark.parametrize(
+    "number, small, shown",
+    [
+        (
+            3,
+            ("--blocks=2", "--train_size=128", "--write=3"),
+            r"stage 0 -> stage 1  forward +none +(\S+)",
+        ),
+        (
+            1,
+            ("--blocks=2", "--train_size=128", "--write=3"),
+            r"in shares: (\d+) of \d+ variables are cut into equal parts",
+        ),
+        (2, ("--blocks=1", "--train_size=64", "--write=0"), r"over 1 x 2 workers: (11) of"),
+    ],
+    ids=["stages", "shares", "parts"],
+)
+def test_transformer_equals_one_process(number, small, shown):
+    small = ("transformer.py", "--epochs=1", *small)
     expected = values("transformer", alone(*small))
-    output = together(*small)
+    output = together(*small, number=number)
     found = values("transformer", output)
-    assert (expected.pop("stages"), found.pop("stages")) == (1, 2)
-    print(f"seconds of fit: {expected.pop('seconds')} alone, {found.pop('seconds')} in stages")
-    assert found == pytest.approx(expected, rel=1e-4)
-    # Tensors of 16 KB for each of 128 windows: how many, depends on where the model was cut.
-    sent = re.search(r"stage 0 -> stage 1  forward +none +(\S+)", output)
-    assert sent, output
-    tensors = float(sent[1]) * 1e6 / (128 * 16384)
-    assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
-
-
-@pytest.mark.extended
-def test_transformer_in_parts_equals_one_process():
-    small = ("--epochs=1", "--blocks=1", "--train_size=64", "--write=0")
-    expected = values("transformer", alone("transformer.py", *small))
-    output = together("transformer.py", *small, number=2)
-    found = values("transformer", output)
-    assert "over 1 x 2 workers: 11 of" in output
+    assert (expected.pop("stages"), found.pop("stages")) == (1, 2 if number == 3 else 1)
     del expected["seconds"], found["seconds"]
     assert found == pytest.approx(expected, rel=1e-4)
+    said = re.search(shown, output)
+    assert said, output
+    if number == 3:
+        # Tensors of 16 KB for each of 128 windows: how many, depends on where the model was cut.
+        tensors = float(said[1]) * 1e6 / (128 * 16384)
+        assert tensors >= 0.99 and tensors == pytest.approx(round(tensors), abs=1e-3)
 
 
 @pytest.mark.parametrize(
