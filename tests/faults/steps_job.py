@@ -28,8 +28,8 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.core.backup import weights_in_memory
 from keras_psplus.core.data import data_seeds
-from tests.all_reduce.job_parts import Interrupted
 from tests.faults.at_batch import AtBatch
+from tests.support.parts import Interrupted
 
 ROWS, BATCH, EPOCHS = 70, 10, 4
 

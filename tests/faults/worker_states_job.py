@@ -17,8 +17,8 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
-from tests.all_reduce.job_parts import Interrupt, Interrupted
 from tests.faults.damage import flip
+from tests.support.parts import Interrupt, Interrupted
 
 
 def main():

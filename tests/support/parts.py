@@ -52,25 +52,25 @@ def swapped(*, compression=None, topology=None, updates=None, bucket_bytes=None,
         vars(extended).update(inner)
 
 
-class _Interrupted(Exception):
+class Interrupted(Exception):
     pass
 
 
-class _Interrupt(keras.callbacks.Callback):
+class Interrupt(keras.callbacks.Callback):
     """Ends the third epoch before it begins, or after one of its batches."""
 
-    def __init__(self, batch):
+    def __init__(self, batch=None):
         super().__init__()
         self._batch, self._epoch = batch, 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
         if epoch == 2 and self._batch is None:
-            raise _Interrupted
+            raise Interrupted
 
     def on_train_batch_end(self, batch, logs=None):
         if self._epoch == 2 and self._batch is not None and batch >= self._batch:
-            raise _Interrupted
+            raise Interrupted
 
 
 def resumed(train, batch=None, save_freq="epoch", changes=lambda folder: None):
@@ -90,9 +90,9 @@ def resumed(train, batch=None, save_freq="epoch", changes=lambda folder: None):
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            train(keras.callbacks.BackupAndRestore(folder, save_freq), _Interrupt(batch))
+            train(keras.callbacks.BackupAndRestore(folder, save_freq), Interrupt(batch))
             raise AssertionError("It has not been interrupted.")
-        except _Interrupted:
+        except Interrupted:
             pass
         changes(pathlib.Path(folder))
         return train(keras.callbacks.BackupAndRestore(folder, save_freq))
