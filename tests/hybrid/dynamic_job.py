@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from tests.hybrid.training_job import head
+from tests.hybrid.models import head
 
 KEYS, DIM, BATCH, STEPS = 60, 4, 16, 6
 optimizers, tables = keras.optimizers, psp.tables

@@ -1,17 +1,17 @@
-"""Trains a table of known values for a number of steps, for tests that disturb it.
+"""Trains tables of known values for a number of steps, for tests that disturb it.
 
 fault_job.py STEPS FOLDER [name=value ...]
 
-Each step adds to the rows of its ids what plain gradient descent adds; the chief prints steps, and
-at the end whether the table is what it has to be. With `backup=epoch` or `backup=STEPS` it resumes
-from the folder, with STEPS in two calls of `fit`, of arrays that are shuffled if `shuffled=1`;
-`double=1` keeps the last two backups, also at the end; `die=TASK:NUMBER` kills a server while it
-writes that one; `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes
-steps slow; `stranger=1` gives worker 1 another job's token; `tables=1` has the tables written to
-the folder at the end, and read again; `exit=CODE` ends with that code; `accumulate=STEPS` gives
-workers something to keep; `cache=ROWS:STALENESS` gives them copies of rows, and has them write what
-they read to the folder; `own=1` has a train_step of the model's own, with optimizers and a count
-of steps that are no attributes of the model.
+Each step adds to the rows of its ids, in a table of numbered rows and in one of keys, what plain
+gradient descent adds; the chief prints steps, and at the end whether the tables are what they have
+to be. With `backup=epoch` or `backup=STEPS` it resumes from the folder, with STEPS in two calls of
+`fit`, of arrays that are shuffled if `shuffled=1`; `double=1` keeps the last two backups, also at
+the end; `die=TASK:NUMBER` kills a server while it writes that one; `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps
+slow; `stranger=1` gives worker 1 another job's token; `tables=1` has the tables written to the
+folder at the end, and read again; `exit=CODE` ends with that code; `accumulate=STEPS` gives workers
+something to keep; `cache=ROWS:STALENESS` gives them copies of rows, and has them write what they
+read to the folder; `own=1` has a train_step of the model's own, with optimizers and a count of
+steps that are no attributes of the model.
 """
 
 import json
@@ -29,8 +29,10 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.files import shard_files
+from keras_psplus.hybrid.tables.dynamic import DynamicTable
 from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.table import Table
+from tests.support.jobs import wait_for
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
 
@@ -45,12 +47,14 @@ class AddBias(keras.layers.Layer):
         return rows[:, 0] + self.bias
 
 
-def with_own_train_step(model, optimizers):
+class Own(keras.Model):
     """A model whose train_step has an optimizer for each of its variables, and counts steps."""
-    count = tf.Variable(0, trainable=False)
 
-    class Own(keras.Model):
-        def train_step(self, data):
+    def __init__(self, *args, optimizers, **kwargs):
+        super().__init__(*args, **kwargs)
+        count = tf.Variable(0, trainable=False)
+
+        def step(data):
             ids, zeros = data
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(ids, zeros, self(ids, training=True))
@@ -61,13 +65,29 @@ def with_own_train_step(model, optimizers):
             count.assign_add(1)
             return {"loss": loss}
 
-    own = Own(model.inputs, model.outputs)
-    own.count = lambda: int(count.numpy())
-    return own
+        # In functions, where Keras does not track them.
+        self.step, self.count = step, lambda: int(count.numpy())
+
+    def train_step(self, data):
+        return self.step(data)
 
 
-def expected(ids, momentum):
-    """What plain descent makes of the table, lazily, and of the bias."""
+def linear_model(make=keras.Model, **options):
+    """A model that shows the sum of the rows of an id in either table, and a bias."""
+    ids = keras.Input((1,), dtype="int64")
+    numbers = keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros")
+    keys = psp.layers.DynamicEmbedding(DIM, initializer="zeros", name="keys")
+    rows = keras.layers.Add()([numbers(ids), keys(ids)])
+    return make(ids, AddBias()(rows), **options), numbers, keys
+
+
+def linear_loss(y, rows):
+    """A loss whose gradient does not depend on what is read."""
+    return tf.reduce_mean(rows, axis=-1)
+
+
+def expected(ids, momentum=0.0):
+    """Rows after plain descent, lazily, and the bias."""
     rows, bias = np.zeros((2, ROWS, DIM), "float32"), np.zeros((2, DIM), "float32")
     for batch in ids.reshape(-1, BATCH):
         # The gradient of the mean over a batch of rows that are all different.
@@ -75,7 +95,7 @@ def expected(ids, momentum):
         rows[0, batch] += rows[1, batch]
         bias[1] = momentum * bias[1] - 1 / DIM
         bias[0] += bias[1]
-    return [bias[0], rows[0]]
+    return rows[0], bias[0]
 
 
 def own_task():
@@ -103,17 +123,22 @@ def whole_tables():
     """Names of this process's reads and writes of whole tables, a list that grows."""
     found = []
 
-    def counted(name):
-        original = getattr(Table, name)
+    def count(owner, name):
+        original = getattr(owner, name)
 
         def call(*args):
             found.append(name)
             return original(*args)
 
-        setattr(Table, name, call)
+        setattr(owner, name, call)
 
-    counted("read")
-    counted("write")
+    for owner, name in (
+        (Table, "read"),
+        (Table, "write"),
+        (DynamicTable, "snapshot"),
+        (DynamicTable, "write"),
+    ):
+        count(owner, name)
     return found
 
 
@@ -121,8 +146,8 @@ def cache_of(words, folder):
     """The cache that an option says, whose reads are written to a file of this process's."""
     file = (folder / f"reads-{own_task()}-{os.getpid()}").open("w", buffering=1)
 
-    def note(_, now, ids, is_read):
-        lines = (f"{now} {row} {int(one)}\n" for row, one in zip(ids, is_read))
+    def note(hot, now, ids, is_read):
+        lines = (f"{now} {id(hot)}-{row} {int(one)}\n" for row, one in zip(ids, is_read))
         file.write("".join(lines))
 
     HotRows.on_read = note
@@ -130,21 +155,35 @@ def cache_of(words, folder):
     return psp.tables.Cache(rows, staleness)
 
 
-def read_by_all(folder, seconds=60):
-    """Waits until each worker has come here."""
-    config = json.loads(os.environ["TF_CONFIG"])
-    (folder / f"read-by-{config['task']['index']}").touch()
-    deadline = time.monotonic() + seconds
-    while len(list(folder.glob("read-by-*"))) < len(config["cluster"]["worker"]):
-        assert time.monotonic() < deadline, "another worker has not read its weights"
-        time.sleep(0.05)
+class Tell(keras.callbacks.Callback):
+    """Says how many steps have been, and makes them slow."""
+
+    def __init__(self, optimizer, pause):
+        super().__init__()
+        self.iterations, self.pause = optimizer.iterations, pause
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(self.pause)
+        print(f"batch {int(self.iterations.numpy())}.", flush=True)
+
+
+def tell_end(model, tables, ids, momentum, iterations):
+    """Prints how far weights and counts are off, and what rows and keys miss."""
+    rows, bias = expected(ids, momentum)
+    right = {bias.shape: bias, rows.shape: rows}
+    off = max(float(np.abs(found - right[found.shape]).max()) for found in model.get_weights())
+    missing = [(table.get_weights()[0] - rows)[:, 0] * BATCH * DIM for table in tables]
+    uses = np.bincount(ids.ravel(), minlength=ROWS) - tables[1].counts()[0]
+    print(f"end iterations={iterations} off={off:.1e} missing={missing[0].sum():g}")
+    # Of each key, its row and its count miss the same.
+    print(f"keys missing={uses.sum()} uneven={np.abs(missing[1] - uses).max():.1e}")
+    print("weights", *(float(abs(w).sum()) for w in model.get_weights()))
 
 
 def main():
     keras.utils.set_random_seed(1)
     steps, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     options = dict(word.split("=") for word in sys.argv[3:])
-    pause = float(options.get("pause", 0))
     if options.get("die"):
         die_in_backup(*options["die"].split(":"))
     is_stranger = options.get("stranger") and own_task() == "worker-1"
@@ -161,29 +200,19 @@ def main():
         tables_dir=folder if options.get("tables") else None,
         cache=cache_of(options["cache"], folder) if options.get("cache") else None,
     )
-    ids = np.arange(BATCH * steps).astype("int32").reshape(-1, 1) % ROWS
+    ids = np.arange(BATCH * steps).reshape(-1, 1) % ROWS
     if options.get("bad_id"):
         ids[7 * BATCH + BATCH - 1] = ROWS + 3
-
+    momentum = float(options.get("momentum", 0))
+    optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(4)]
     with strategy.scope():
-        embedding = keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros")
-        model = keras.Sequential([keras.Input((1,), dtype="int32"), embedding, AddBias()])
-        momentum = float(options.get("momentum", 0))
-        optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(3)]
-        if options.get("own"):
-            model = with_own_train_step(model, optimizers)
-        model.compile(
-            optimizer=optimizers[-1 if options.get("own") else 0],
-            loss=lambda y, rows: tf.reduce_mean(rows, axis=-1),
-        )
-
-    class Tell(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            time.sleep(pause)
-            print(f"batch {int(optimizers[0].iterations.numpy())}.", flush=True)
+        own = {"make": Own, "optimizers": optimizers[:3]} if options.get("own") else {}
+        model, numbers, keys = linear_model(**own)
+        model.compile(optimizer=optimizers[-1 if own else 0], loss=linear_loss)
 
     whole = whole_tables()
-    callbacks, repeats, shuffled = [Tell()], 1, bool(options.get("shuffled"))
+    tell = Tell(optimizers[0], float(options.get("pause", 0)))
+    callbacks, repeats, shuffled = [tell], 1, bool(options.get("shuffled"))
     if save_freq:
         # Of shuffled ones, none may come twice in a batch.
         per_epoch = ROWS // BATCH if shuffled else PER_EPOCH
@@ -201,7 +230,7 @@ def main():
         arguments.update(x=ids, y=zeros, batch_size=BATCH)
         model.fit(**arguments, validation_data=(ids[:BATCH], zeros[:BATCH]))
         print(f"whole tables: {whole}", flush=True)
-        print(f"between: {np.count_nonzero(embedding.get_weights()[0])}", flush=True)
+        print(f"between: {np.count_nonzero(numbers.get_weights()[0])}", flush=True)
         whole.clear()
         model.fit(**arguments, initial_epoch=1, epochs=repeats)
     else:
@@ -209,26 +238,20 @@ def main():
         for epochs in (1, repeats - 1) if in_two else (repeats,):
             model.fit(data, epochs=epochs, **arguments)
     print(f"whole tables: {whole}", flush=True)
-    found, right = model.get_weights(), expected(np.tile(ids, (repeats, 1)), momentum)
-    # In Keras's order of weights.
-    right = [next(w for w in right if w.shape == f.shape) for f in found]
-    difference = max(float(np.abs(f - w).max()) for f, w in zip(found, right))
-    missing = next(float((f - w)[:, 0].sum()) for f, w in zip(found, right) if f.ndim == 2)
-    print(
-        f"end iterations={int(optimizers[0].iterations.numpy())} off={difference:.1e} "
-        f"missing={missing * BATCH * DIM:g}"
-    )
-    if options.get("own"):
+    trained = np.tile(ids, (repeats, 1))
+    tell_end(model, (numbers, keys), trained, momentum, int(optimizers[0].iterations.numpy()))
+    if own:
         print(f"count={model.count()}")
-    print("weights", *(float(abs(w).sum()) for w in found))
     if options.get("tables"):
         strategy.save_tables(folder / "tables")
         # Tables are shared: whoever has not read them yet would find what the chief sets next.
-        read_by_all(folder)
-        model.set_weights([np.zeros_like(w) for w in found])
+        (folder / f"read-by-{own_task()}").touch()
+        wait_for(lambda: len(list(folder.glob("read-by-*"))) == 2, what="another worker")
+        model.set_weights([np.zeros_like(w) for w in model.get_weights()])
         strategy.load_tables(folder / "tables")
-        table = embedding.get_weights()[0]
-        print(f"loaded off={np.abs(table - right[0]).max():.1e}")
+        rows, _ = expected(trained, momentum)
+        off = max(np.abs(layer.get_weights()[0] - rows).max() for layer in (numbers, keys))
+        print(f"loaded off={off:.1e}")
     sys.exit(int(options.get("exit", 0)))
 
 

@@ -1,8 +1,6 @@
 """Copies of hot rows on workers: as old as they may be, each gradient once, fewer bytes."""
 
-import os
-import pathlib
-import signal
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,68 +8,138 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.compression import Int8
 from keras_psplus.hybrid.rows import row_owners
 from keras_psplus.hybrid.rows.row_codec import RowCodec
 from keras_psplus.hybrid.tables import row_cache
 from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.placement import TablePlacer
 from keras_psplus.tables.rows.row_optimizer import config_of
-from tests.hybrid.cache_job import BATCH, CASES, DIM, EPOCHS, STALENESS, data
-from tests.hybrid.reference import run_beside_reference
-from tests.hybrid.test_faults import cluster
-from tests.parameter_server.waiting import wait_for
-from tests.selection import cases
-from tests.support.results import load
+from tests.hybrid.models import classifier, embedding, flat, initializer, is_alone, of_classes
+from tests.hybrid.traffic import Traffic, rows_of
+from tests.support.cluster import reference, run
+from tests.support.layouts import STALENESS
+from tests.support.results import assert_close
 from tests.support.tiers import extended
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
-
-JOB = pathlib.Path(__file__).with_name("cache_job.py")
-WORKERS = "worker-0", "worker-1"
+ROWS, DIM, IDS, BATCH, STEPS, EPOCHS = 300, 4, 6, 32, 20, 2
+optimizers, tables = keras.optimizers, psp.tables
 
 
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """Where all have left what the cases come to, and the logs of the cluster."""
-    folder, wanted = tmp_path_factory.mktemp("cache"), cases(request)
-    names = [name for name in CASES if name in wanted]
-    return folder, run_beside_reference(JOB, folder, names)
+def data():
+    """Ids after Zipf's law, and labels; the last batch is not full."""
+    random = np.random.default_rng(0)
+    weights = 1 / np.arange(1, ROWS + 1)
+    size = BATCH * STEPS - 5, IDS
+    ids = random.permutation(ROWS)[random.choice(ROWS, size, p=weights / weights.sum())]
+    return ids, random.integers(0, 3, len(ids))
 
 
-@pytest.mark.parametrize("case", ["exact", "stale", *extended("exact_clipped", "stale_with_slots")])
-def test_equals_one_process(job, case):
-    folder, logs = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    for worker in WORKERS:
-        found = load(folder / f"{case}-{worker}.npz", logs[worker])
-        for name in (name for name in expected if not name.startswith("bytes")):
+def by_key(name, **options):
+    return psp.layers.DynamicEmbedding(DIM, initializer=initializer(7), name=name, **options)
+
+
+def exact():
+    """Two tables and two lookups of one of them."""
+    options = {"admit": tables.Count(2), "expire": tables.Unused(steps=6) | tables.Norm(0.02)}
+    ids = keras.Input((IDS,), dtype="int64")
+    # The strategy has caches of tables of these names.
+    first = embedding(ROWS, DIM, name="cached_by_number")
+    second = by_key("cached_by_key", **options)
+    model = keras.Model(ids, classifier(flat(first(ids[:, :4]), first(ids[:, 2:]), second(ids))))
+    return model, of_classes(), second
+
+
+def stale():
+    """A model whose gradients do not depend on what is read."""
+    ids = keras.Input((IDS,), dtype="int64")
+    number = embedding(ROWS, DIM, name="stale_by_number")
+    key = by_key("by_key", cache=tables.Cache(150, staleness=STALENESS))
+    model = keras.Model(ids, keras.layers.Concatenate()([number(ids), key(ids)]))
+    factors = np.linspace(-1, 1, 2 * DIM, dtype="float32")
+
+    def loss(y, rows):
+        return tf.reduce_mean(rows * factors * (1 + tf.reshape(tf.cast(y, tf.float32), [-1, 1, 1])))
+
+    return model, loss, key
+
+
+CASES = {
+    "exact": (exact, lambda: optimizers.SGD(0.5)),
+    "exact_clipped": (exact, lambda: optimizers.SGD(0.5, global_clipnorm=0.1)),
+    "stale": (stale, lambda: optimizers.SGD(0.5)),
+    "stale_with_slots": (stale, lambda: optimizers.Adagrad(0.1)),
+}
+
+
+def trained(name):
+    """Trains a case; each worker leaves bytes of rows in `fit`, and what its steps have read."""
+    make, optimizer = CASES[name]
+    (x, y), reads = data(), [np.zeros([0, 4], np.int64)]
+    model, loss, table = make()
+    model.compile(optimizer(), loss)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+    def note(hot, now, ids, is_read):
+        one = np.full(len(ids), 1)
+        reads.append(np.stack([id(hot) * one, now * one, ids, is_read], 1))
+
+    with mock.patch.object(HotRows, "on_read", note):
+        traffic = None if is_alone() else Traffic()
+        results = dict(model.fit(dataset, epochs=EPOCHS, verbose=0).history)
+        if name.startswith("stale"):
             # Rows of a step may be older; but not those that `predict` reads.
-            if not (case.startswith("stale") and name == "loss"):
-                np.testing.assert_allclose(
-                    found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name
-                )
+            del results["loss"]
+        results |= traffic.since() if traffic else {}
+        results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
+        # Outside of `fit`, nothing waits and no copy is read, by whichever optimizer.
+        if name in ("exact", "stale"):
+            model.train_on_batch(x[:BATCH], y[:BATCH])
+    return model, results | {"keys": table.keys, "own reads": np.concatenate(reads)}
+
+
+def trained_beside_one_process(case):
+    """Checks that a case equals one process, and returns what each worker has left."""
+    found, expected = (
+        run("hybrid22", trained, name=case),
+        reference(trained, "hybrid_devices2", case=case),
+    )
+    del expected["own reads"]
+    assert_close({name: found.first[name] for name in expected}, expected, 1e-4)
+    return found
+
+
+def sent(of, direction):
+    names = [name for name in of if name.startswith(f"own {direction} of ")]
+    return sum(of[name][2] for name in names)
 
 
 def without_cache(worker, lookups):
     """Bytes of rows in one direction, if a worker reads all rows of its part of each batch."""
-    x = data()[0]
-    parts = [np.array_split(x[i : i + BATCH], 2) for i in range(0, len(x), BATCH)]
-    shares = [part[WORKERS.index(worker)] for part in parts]
-    rows = sum(len(np.unique(s[:, columns])) for s in shares for columns in lookups)
-    return EPOCHS * rows * 4 * (DIM + 1)
+    rows = sum(rows_of(worker, data()[0][:, columns], BATCH, EPOCHS) for columns in lookups)
+    return rows * 4 * (DIM + 1)
 
 
-@pytest.mark.cases("exact", "stale")
-@pytest.mark.parametrize("worker", WORKERS)
-def test_fewer_bytes_are_sent(job, worker):
-    folder, logs = job
-    exact, stale = (load(folder / f"{c}-{worker}.npz", logs[worker]) for c in ("exact", "stale"))
-    whole = slice(None)
-    lookups = [slice(4), slice(2, None), whole]
-    assert exact["bytes pull"] < 0.93 * without_cache(worker, lookups)
-    assert stale["bytes pull"] < 0.5 * without_cache(worker, [whole, whole])
-    assert stale["bytes gradient"] < 0.5 * without_cache(worker, [whole, whole])
+@pytest.mark.processes
+def test_exact_copies_equal_one_process_and_take_fewer_bytes():
+    lookups = [slice(4), slice(2, None), slice(None)]
+    for worker, of in trained_beside_one_process("exact").items():
+        assert sent(of, "pull") < 0.93 * without_cache(worker, lookups)
+
+
+@pytest.mark.processes
+def test_no_copy_is_older_than_it_may_be_and_takes_half_of_the_bytes():
+    for worker, of in trained_beside_one_process("stale").items():
+        for direction in ("pull", "gradient"):
+            assert sent(of, direction) < 0.5 * without_cache(worker, [slice(None)] * 2)
+        reads = of["own reads"]
+        found = ages(((table, row), now, is_read) for table, now, row, is_read in reads)
+        assert len(found) > len(reads) / 3 and max(found) == STALENESS
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", extended("exact_clipped", "stale_with_slots"))
+def test_equals_one_process(case):
+    trained_beside_one_process(case)
 
 
 def ages(reads):
@@ -83,39 +151,6 @@ def ages(reads):
         else:
             found.append(now - read_at[key])
     return found
-
-
-@pytest.mark.cases("stale")
-@pytest.mark.parametrize("worker", WORKERS)
-def test_no_copy_is_older_than_it_may_be(job, worker):
-    folder, logs = job
-    reads = load(folder / f"stale-{worker}.npz", logs[worker])["reads"]
-    found = ages(((table, row), now, is_read) for table, now, row, is_read in reads)
-    assert len(found) > len(reads) / 3 and max(found) == STALENESS
-
-
-@pytest.mark.extended
-def test_copies_of_a_job_that_was_killed_are_not_too_old(tmp_path):
-    args = (60, tmp_path, "backup=epoch", "cache=16:12")
-    for number, (victim, batch) in enumerate((("ps-1", 25), ("worker-1", 45))):
-        with cluster(tmp_path / f"{number}", *args, "pause=0.1") as job:
-            wait_for(job.log_path("worker-0"), f"batch {batch}.", seconds=120)
-            os.kill(job.pids[victim], signal.SIGKILL)
-            result = job.wait(90)
-        assert not result.timed_out and result.exit_code != 0, result.tails(40)
-    with cluster(tmp_path / "last", *args) as job:
-        result = job.wait(120)
-    # Gradients that waited at an epoch's end are in the backup; each counts once.
-    assert "end iterations=60 off=0.0e+00" in result.logs["worker-0"], result.tails(40)
-    logs = list(tmp_path.glob("reads-worker-*"))
-    assert len(logs) == 6
-    used = 0
-    for path in logs:
-        lines = [line.split() for line in path.read_text().splitlines() if line.count(" ") == 2]
-        found = ages((row, int(now), is_read == "1") for now, row, is_read in lines)
-        used += len(found)
-        assert max(found, default=0) <= 12
-    assert used > 50
 
 
 def test_the_hottest_ids_have_copies():
@@ -201,34 +236,6 @@ def test_owners_are_those_who_alone_have_changed_a_row():
 )
 def test_gradients_wait_where_sums_do_the_same(optimizer, expected):
     assert row_cache.is_linear(config_of(optimizer, optimizer.weight_decay, None, None)) is expected
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: psp.tables.Cache(0), "`rows` must be an int from 1 up. Received: rows=0"),
-        (lambda: psp.tables.Cache(2.5), "`rows` must be an int from 1 up. Received: rows=2.5"),
-        (lambda: psp.tables.Cache(2, -1), "`staleness` must be an int from 0 up. Received: stale"),
-        (lambda: psp.layers.DynamicEmbedding(2, cache=5), "`cache` must be a `tables.Cache`, or"),
-        (lambda: psp.HybridStrategy(cache=5), "`cache` must be a `tables.Cache`, a dict from pat"),
-        (lambda: psp.HybridStrategy(cache={"*": 5}), "`cache` must be a `tables.Cache`, a dict"),
-        (
-            lambda: psp.HybridStrategy(cache=psp.tables.Cache(2), prefetch=True),
-            "`prefetch=True` reads rows that are one update old",
-        ),
-        (
-            lambda: psp.HybridStrategy(cache=psp.tables.Cache(2), sync=False),
-            "keeps copies that equal the rows.*Received: .* with sync=False",
-        ),
-        (
-            lambda: psp.HybridStrategy(cache={"a": psp.tables.Cache(2)}, row_compression=Int8()),
-            "keeps copies that equal the rows.*Received: .* with row_compression or",
-        ),
-    ],
-)
-def test_a_wrong_argument_is_refused(make, text):
-    with pytest.raises(ValueError, match=text):
-        make()
 
 
 def test_a_cache_of_a_table_on_the_workers_is_refused():

@@ -16,10 +16,11 @@ from keras_psplus.tables import changes, policies
 from keras_psplus.tables.rows.frozen_rows import FrozenRows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
+from tests.support.tiers import extended
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers
 
-KEY, POINTS = 0, 40
+KEY = 0
 
 
 class Job:
@@ -124,7 +125,7 @@ def test_a_backup_that_was_prepared_traces_nothing_and_loses_nothing(tmp_path, m
         job.step(*batch(step))
         job.save(str(tmp_path))
     assert len(traced) == 3 and len(stems_of(read_list(str(tmp_path)))) == 6
-    reader = Job(2, psp.tables.Count(2), psp.tables.Unused(steps=4))
+    reader = Job(1, psp.tables.Count(2), psp.tables.Unused(steps=4))
     reader.load(str(tmp_path))
     assert state(reader) == state(job)
 
@@ -146,7 +147,7 @@ def test_changes_are_as_large_as_what_was_touched_until_all_is_written_again(tmp
     assert max(sizes[1:5]) < 0.25 * sizes[0]
     stems = {path.name.split("-")[1] for path in tmp_path.glob("tables-*")}
     assert stems == {stem.split("-")[1] for stem in stems_of(read_list(folder))}
-    other = Job(3)
+    other = Job(1)
     other.load(folder)
     assert state(other)[0] == state(job)[0]
 
@@ -188,11 +189,13 @@ class Killer:
             raise Killed
 
 
-def test_a_kill_at_any_point_loses_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stride", [25, *extended(5)])
+def test_a_kill_at_any_point_loses_nothing(stride, tmp_path, monkeypatch):
     how = psp.tables.Count(2), psp.tables.Unused(steps=4)
     job, reader, killer = Job(2, *how), Job(3, *how), Killer(monkeypatch)
     folder, expected, seen, step = str(tmp_path), {}, set(), 0
-    for point in range(1, POINTS + 1):
+    # Not in a row, as a save has more points than that.
+    for point in range(stride, 201, stride):
         job.start()
         killer.left, killer.is_dead = None, False
         try:
@@ -200,8 +203,7 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path, monkeypatch):
                 job.step(*batch(step))
                 step += 1
                 if number == 1:
-                    # Not in a row, as a save has more points than that.
-                    killer.left = 5 * point
+                    killer.left = point
                 at = state(job)
                 # A list that is there was written by a whole save.
                 expected["next"] = at

@@ -1,8 +1,6 @@
 """A table's first value: that of one process, made without having all of it in memory."""
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import keras
@@ -10,6 +8,8 @@ import numpy as np
 import pytest
 
 from keras_psplus.hybrid.rows import initial_rows
+from tests.support.jobs import run_script
+from tests.support.tables import for_each
 
 JOB = pathlib.Path(__file__).with_name("initial_rows_job.py")
 INITIALIZERS = {
@@ -43,23 +43,18 @@ def make(name, initializer, rows, dim, servers):
     return table
 
 
-@pytest.mark.parametrize("name", [*INITIALIZERS, *WHOLE])
-@pytest.mark.parametrize("servers", [1, 3])
-def test_rows_are_those_of_one_process(name, servers, monkeypatch):
+@for_each("name, servers", [*((name, 3) for name in [*INITIALIZERS, *WHOLE]), ("uniform", 1)])
+def test_rows_are_those_of_one_process_and_made_by_parts(name, servers, monkeypatch):
     rows, dim = (40, 30) if name in WHOLE else (1003, 5)
     # Parts of 8 rows; also a number of rows that is not one of whole parts.
     monkeypatch.setattr(initial_rows, "_PART_BYTES", 8 * 4 * dim)
     initializer = {**INITIALIZERS, **WHOLE}[name]
     table = make(name, initializer, rows, dim, servers)
     np.testing.assert_array_equal(table, initializer((rows, dim), dtype="float32"))
-
-
-@pytest.mark.parametrize("name", INITIALIZERS)
-def test_only_parts_are_made(name, monkeypatch):
-    monkeypatch.setattr(initial_rows, "_PART_BYTES", 8 * 4 * 5)
-    config = keras.initializers.serialize(INITIALIZERS[name])
-    parts = [len(values) for _, values in initial_rows._ranges(config, (1003, 5), 0)]
-    assert parts == [8] * 125 + [3]
+    if name in INITIALIZERS:
+        config = keras.initializers.serialize(initializer)
+        parts = [len(values) for _, values in initial_rows._ranges(config, (rows, dim), 0)]
+        assert parts == [8] * 125 + [3]
 
 
 def test_a_table_of_blocks_is_that_of_before(monkeypatch):
@@ -79,12 +74,9 @@ def test_a_table_of_blocks_is_that_of_before(monkeypatch):
         np.testing.assert_array_equal(make("blocks", initializer, rows, dim, servers), expected)
 
 
+@pytest.mark.processes
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_server_has_little_more_than_its_part_in_memory():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        [sys.executable, str(JOB)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     # If it were less, what is measured would not be the table.
-    assert 0.95 < float(ended.stdout) <= 1.3
+    assert 0.95 < float(run_script(JOB).splitlines()[-1]) <= 1.3

@@ -11,6 +11,7 @@ from keras_psplus.tables.rows.row_optimizer import (
     config_of,
     scalars_of,
 )
+from tests.support.tables import for_each
 
 optimizers = keras.optimizers
 RATE = 0.1
@@ -42,6 +43,7 @@ def test_equals_keras_on_the_rows_that_are_touched(name):
     start = random.normal(size=(5, 4)).astype("float32")
     touched = [3, 0]
     optimizer, variable = BY_ROWS[name](), keras.Variable(start[touched])
+    check_elementwise(config_of(optimizer, None, None, None))
     optimizer.build([variable])
     weights = tf.Variable(start)
     rows = rows_of(BY_ROWS[name](), weights)
@@ -66,21 +68,15 @@ def test_equals_keras_on_the_rows_that_are_touched(name):
     np.testing.assert_array_equal(weights.numpy()[others], start[others])
 
 
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_check_lets_elementwise_ones_pass(name):
-    optimizer = BY_ROWS[name]()
-    check_elementwise(config_of(optimizer, None, None, None))
-
-
-@pytest.mark.parametrize("name", NOT_BY_ROWS)
+@for_each("name", NOT_BY_ROWS)
 def test_check_names_those_that_need_the_whole(name):
     optimizer = getattr(optimizers, name)()
     with pytest.raises(ValueError, match=f"(?i)cannot be applied to the rows.*optimizer={name}"):
         check_elementwise(config_of(optimizer, None, None, None))
 
 
-@pytest.mark.parametrize(
-    ("constraint", "is_by_rows"),
+@for_each(
+    "constraint, is_by_rows",
     [
         (keras.constraints.MaxNorm(0.05, axis=1), True),
         (keras.constraints.MinMaxNorm(0.1, 0.5, axis=-1), True),
@@ -140,7 +136,7 @@ def test_regularizer_and_constraint_are_those_of_the_touched_rows():
     np.testing.assert_allclose(weights, [[1, 1], [0.5, 0.0], [0.25, 0.5], [1, 1]])
 
 
-@pytest.mark.parametrize("option", [{"use_ema": True}, {"gradient_accumulation_steps": 2}])
+@for_each("option", [{"use_ema": True}, {"gradient_accumulation_steps": 2}])
 def test_refuses_what_needs_all_rows(option):
     with pytest.raises(ValueError, match="is not supported for rows.*Received: "):
         config_of(optimizers.SGD(0.1, **option), None, None, None)

@@ -1,46 +1,270 @@
 """Training with tables on two parameter servers equals training in one process."""
 
-import pathlib
+import re
+import time
+from unittest import mock
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tests.hybrid.reference import check_equals_reference, run_beside_reference
-from tests.hybrid.training_job import CASES
-from tests.selection import cases
-from tests.support.results import load
+from tests.hybrid.fault_job import expected, linear_loss, linear_model
+from tests.hybrid.models import (
+    BATCH,
+    DIM,
+    ROWS,
+    Twice,
+    compiled,
+    data,
+    embedding,
+    flat,
+    head,
+    initializer,
+    inputs,
+    is_alone,
+    one_table,
+    slots,
+)
+from tests.support.cluster import equals_one_process, run
 from tests.support.tiers import extended
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.processes
 
-JOB = pathlib.Path(__file__).with_name("training_job.py")
-# The first is whole; the others each take a path of their own.
-CORE = ["sgd", "two_tables", "beside_rows", "own_optimizer", "again", "keras_rs"]
-CORE = [name for name in CORE if name in CASES]
-MORE = [name for name in CASES if name not in (*CORE, "accumulated")]
+optimizers, schedules = keras.optimizers, keras.optimizers.schedules
 
 
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """Where all have left what the cases come to, and the logs of the cluster."""
-    folder, wanted = tmp_path_factory.mktemp("hybrid"), cases(request)
-    names = [name for name in CASES if name in wanted]
-    return folder, run_beside_reference(JOB, folder, names)
+@keras.saving.register_keras_serializable("test_training")
+class OwnAdam(optimizers.Adam):
+    """An optimizer that the library does not know."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient + 0.01 * variable, variable, learning_rate)
 
 
-def results(job, case, worker):
-    folder, logs = job
-    return load(folder / f"{case}-{worker}.npz", logs[worker])
+class Own(keras.initializers.Initializer):
+    """An initializer that the servers do not know."""
+
+    def __call__(self, shape, dtype=None):
+        return initializer(8)(shape, dtype)
 
 
-@pytest.mark.parametrize("case", [*CORE, "accumulated", *extended(*MORE)])
-def test_equals_one_process(job, case):
-    check_equals_reference(*job, case, CASES[case].tolerance)
+OPTIMIZERS = {
+    "adam_w": lambda: optimizers.AdamW(
+        schedules.ExponentialDecay(0.05, 3, 0.5), weight_decay=0.1, clipvalue=0.001
+    ),
+    "global_clipnorm": lambda: optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.05),
+    "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.02),
+}
 
 
-@pytest.mark.parametrize("case", [*CORE, *extended(*MORE)])
-def test_workers_agree_to_the_last_bit(job, case):
-    first, second = (results(job, case, f"worker-{i}") for i in range(2))
-    for name in first:
-        if name.startswith("weight"):
-            np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+def trained(model, optimizer, batch=BATCH, **options):
+    """Trains a model, and returns it with what its steps have been."""
+    compiled(model, optimizer, **options)
+    return model, model.fit(*data(), batch, epochs=2, shuffle=False, verbose=0).history
+
+
+def whole():
+    """Trains, evaluates and predicts, also batches that are not full."""
+    x, y = data()
+    model, results = trained(one_table(), optimizers.SGD(0.5))
+    results["evaluated"] = model.evaluate(x, y, batch_size=40, verbose=0)
+    results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
+    return model, results
+
+
+def optimizer(name):
+    model, _ = trained(one_table(), OPTIMIZERS[name]())
+    return model, slots(model)
+
+
+def steps_at_once():
+    """Several steps an execution, of uneven batches."""
+    return trained(one_table(), optimizers.Adagrad(0.5), batch=19, steps_per_execution=3)
+
+
+def mixed_precision():
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    return trained(one_table(), optimizers.SGD(0.5))
+
+
+def of_rows():
+    """A regulariser and a constraint, of the rows of a step."""
+    options = {
+        "embeddings_regularizer": keras.regularizers.L2(0.05),
+        "embeddings_constraint": keras.constraints.UnitNorm(1),
+    }
+    # The loss of a table on servers has no part of its regulariser.
+    return trained(one_table(**options), optimizers.SGD(0.5))[0], {}
+
+
+def wherever():
+    """Keras's layer, wherever its table is."""
+    ids = inputs()
+    model = keras.Model(ids, head(flat(keras.layers.Embedding(ROWS, DIM, initializer(7))(ids))))
+    return trained(model, optimizers.SGD(0.5))
+
+
+def two_tables():
+    """Two tables, one of them shared by two layers' calls, one with a sum over several ids.
+
+    What comes after them is compiled.
+    """
+    ids = inputs()
+    shared, other = embedding(), embedding(dim=4, embeddings_initializer=Own())
+    features = shared(ids[:, :2]), shared(ids[:, 3:]), keras.ops.sum(other(ids), axis=1)
+    model = keras.Model(ids, head(flat(*features)))
+    return trained(model, optimizers.SGD(0.5), jit_compile=True)
+
+
+def beside_rows():
+    """A table on servers, and one on workers, whose gradients are rows until they are clipped.
+
+    The optimizer is one that the library does not know.
+    """
+    ids = inputs()
+    on_workers = keras.layers.Embedding(ROWS, 4, initializer(9), name="on_workers")
+    model = keras.Model(ids, head(flat(embedding()(ids), on_workers(ids))))
+    model, results = trained(model, OwnAdam(0.05, global_clipnorm=0.05))
+    return model, results | slots(model)
+
+
+def accumulated():
+    """Under `updates=Accumulate(2)`; one process has batches twice as large."""
+    if is_alone():
+        return trained(one_table(), optimizers.SGD(0.5), batch=2 * BATCH)
+    from keras_psplus.all_reduce.step.updating import MirroredUpdates
+    from keras_psplus.updates import Accumulate
+
+    strategy, policy = tf.distribute.get_strategy(), Accumulate(2)
+    with (
+        mock.patch.object(strategy, "_updates", policy),
+        mock.patch.object(strategy.extended, "updating", MirroredUpdates(policy, strategy)),
+    ):
+        return trained(one_table(), optimizers.SGD(0.5))
+
+
+def again():
+    """Compiles again; then the chief is late to set weights, and a branch looks up.
+
+    The new optimizer has slots of its own, and no worker trains with weights that are not set yet.
+    """
+    x, y = data()
+    ids, rows = inputs(), embedding()
+    branch = keras.layers.Lambda(
+        lambda ids: tf.cond(
+            tf.reduce_sum(ids) > 0,
+            lambda: rows(ids),
+            lambda: tf.zeros([tf.shape(ids)[0], 5, DIM]),
+        ),
+        output_shape=(5, DIM),
+    )
+    model = keras.Model(ids, head(flat(keras.layers.Add()([rows(ids), branch(ids)]))))
+    trained(model, optimizers.Nadam(0.05))
+    weights = model.get_weights()
+    model.compile(optimizer=optimizers.Nadam(0.05), loss=model.loss)
+    for delay in (0, 1):
+        if tf.distribute.get_strategy().extended.should_checkpoint:
+            time.sleep(delay)
+        model.set_weights(weights)
+        model.train_on_batch(x[:BATCH], y[:BATCH])
+    return model, slots(model)
+
+
+def own_step():
+    """Two updates a step, and lookups between."""
+    ids = inputs()
+    model = Twice(ids, head(flat(embedding()(ids))))
+    return trained(model, optimizers.SGD(0.5))
+
+
+def keras_rs():
+    """KerasRS's layer: a table for two features, summed and averaged, and one on the workers.
+
+    One process has the same layer, whose gradients are sparse.
+    """
+    from keras_rs.layers import DistributedEmbedding, FeatureConfig, TableConfig
+
+    def table(name, placement, combiner="mean"):
+        return TableConfig(name, ROWS, DIM, initializer(9), "sgd", combiner, placement)
+
+    def feature(name, table, length):
+        return FeatureConfig(name, table, (None, length), (None, DIM))
+
+    shared = table("shared", "parameter_server", "sqrtn")
+    configs = {
+        "two": feature("two", shared, 2),
+        "three": feature("three", shared, 3),
+        "automatic": feature("automatic", table("automatic", "auto", "sum"), 5),
+        "here": feature("here", table("here", "default_device"), 2),
+    }
+    ids = inputs()
+    features = {"two": ids[:, :2], "three": ids[:, 2:], "automatic": ids, "here": ids[:, 1:3]}
+    layer = DistributedEmbedding(configs)
+    again = DistributedEmbedding.from_config(layer.get_config())
+    model = keras.Model(ids, head(keras.layers.Concatenate()(list(again(features).values()))))
+    return trained(model, optimizers.SGD(0.5))
+
+
+MORE = extended(again, steps_at_once, of_rows, own_step)
+TOLERANCE = 2e-3  # Of float16.
+
+
+@pytest.mark.parametrize("case", [whole, two_tables, beside_rows, accumulated, *MORE])
+def test_equals_one_process(case):
+    equals_one_process("hybrid22", case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["hybrid22", "hybrid21_shards"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name, layout):
+    equals_one_process(layout, optimizer, name=name)
+
+
+@pytest.mark.parametrize("layout", extended("hybrid22", "hybrid21_shards"))
+def test_mixed_precision(layout):
+    equals_one_process(layout, mixed_precision, TOLERANCE)
+
+
+def test_one_process_with_two_devices_needs_no_servers():
+    equals_one_process("hybrid_devices2", wherever)
+
+
+def asynchronous():
+    """Trains tables whose rows are the sums of their gradients, whenever these come."""
+    model, numbers, keys = linear_model()
+    model.compile(optimizers.SGD(1.0), linear_loss)
+    ids = np.arange(30 * 8).reshape(-1, 1) % 40
+    dataset = tf.data.Dataset.from_tensor_slices((ids, np.zeros([len(ids), 1]))).batch(8)
+    model.fit(dataset, verbose=0)
+    counts, rows = keys.counts()[0], (numbers.get_weights()[0], keys.get_weights()[0])
+    return {"ids": ids, "rows": rows, "keys": keys.keys, "counts": counts}
+
+
+def test_asynchronous_updates_count_once():
+    found = run("hybrid21_async", asynchronous).first
+    rows, _ = expected(found["ids"])
+    np.testing.assert_array_equal(found["rows"], [rows, rows])
+    np.testing.assert_array_equal(found["keys"], np.arange(40))
+    np.testing.assert_array_equal(found["counts"], np.full(40, 6))
+
+
+def test_keras_rs():
+    pytest.importorskip("keras_rs")
+    # Plain Keras knows no such placements.
+    equals_one_process("hybrid22", keras_rs, alone="hybrid_devices2")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", [beside_rows, own_step, accumulated])
+def test_beside_an_optimizer_s_state_in_shares(case):
+    equals_one_process("hybrid21_shards", case)
+
+
+def test_each_worker_keeps_a_part_of_what_is_no_table():
+    log = equals_one_process("hybrid21_shards", again).logs["worker-0"]
+    # Two kernels and two biases.
+    start = log.partition("'nadam' in shares: the slots of 4 variables are cut")[2]
+    parts = dict(re.findall(r"\n(?:.*\] )?(worker-\d) +[\d.]+ +(\d+)%", start)[:2])
+    assert parts == {"worker-0": "50", "worker-1": "50"}

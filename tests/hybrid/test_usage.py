@@ -1,175 +1,266 @@
-"""Ids of any number, files, compressed rows and what is counted of them, in running jobs."""
+"""Ids of any number, files, compressed rows and what is counted of them."""
 
-import pathlib
+import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.testing import run_in_processes
-from tests.hybrid.reference import ENVIRONMENT, running_reference
-from tests.hybrid.training_job import BATCH, DIM, data
-from tests.hybrid.usage_job import EPOCHS, from_files, state_of, write_files
+from tests.hybrid.models import (
+    BATCH,
+    DIM,
+    ROWS,
+    classifier,
+    data,
+    embedding,
+    flat,
+    head,
+    inputs,
+    is_alone,
+    of_classes,
+)
+from tests.hybrid.traffic import Traffic, rows_of
+from tests.support.cluster import equals_one_process, reference, run
+from tests.support.results import assert_close
 
 pytestmark = pytest.mark.processes
 
-JOB = pathlib.Path(__file__).with_name("usage_job.py")
-WORKERS = "worker-0", "worker-1"
+EPOCHS = 2
+FACTORS = np.linspace(-1, 1, 5 * DIM, dtype="float32")
 # Words of float32 for a row of eight numbers; that of int8 has its scale with it.
 WORDS = {None: 8, "bf16": 4, "int8": 3}
 
 
-def run(folder, cases, *options):
-    args = [folder, cases, *options]
-    # A proxy that nobody reaches: tasks do not go through it.
-    env = ENVIRONMENT | {"http_proxy": "http://127.0.0.1:9"}
-    run_in_processes(JOB, workers=2, ps=2, timeout=560, env=env, args=args)
+def linear(y, rows):
+    """A loss whose gradient does not depend on what is read."""
+    return tf.reduce_mean(rows * FACTORS * (1 + tf.cast(tf.reshape(y, [-1, 1]), tf.float32)))
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """Where all have left what the cases come to, and what the file of one process holds."""
-    folder = tmp_path_factory.mktemp("usage")
-    states = write_files(folder)
-    with running_reference(JOB, folder, "plain,several,uneven", seconds=60):
-        run(folder, "plain,several,uneven,files")
-    return folder, states
+def plain():
+    """Training, what `communication` and its monitor say of it, and rows as they are read."""
+    x, y = data()
+    ids, other = inputs(), embedding(seed=8, name="other")
+    model = keras.Model(ids, [classifier(flat(embedding(name="table")(ids))), flat(other(ids))])
+    model.compile(optimizer=keras.optimizers.SGD(0.5), loss=[of_classes(), linear])
+    results = {f"initial/{i}": w for i, w in enumerate(model.get_weights())}
+    monitor, traffic = [], None
+    if not is_alone():
+        from keras_psplus.callbacks import CommunicationMonitor
+
+        monitor, traffic = [CommunicationMonitor()], Traffic()
+    options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    history = model.fit(x, [y, y], BATCH, callbacks=monitor, **options).history
+    if traffic:
+        results["own monitored"] = history["comm/bytes"]
+        results |= traffic.since()
+    results["read"] = model.predict(x, verbose=0)[1].reshape(-1, 5, DIM)
+    results["other"] = other.get_weights()[0]
+    return model, results
 
 
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory):
-    """Where a job with compressed rows has left the same, and how it compresses them."""
-    folder = tmp_path_factory.mktemp("compressed")
+def check_counted(found, push, pull):
+    """Checks bytes of `plain`, given how rows are compressed."""
+    x, _ = data()
+    for task, of in found.items():
+        rows, sent = rows_of(task, x, BATCH, EPOCHS), 0
+        for direction, compression in (("gradient", push), ("pull", pull)):
+            words = WORDS[compression]
+            # The row's number goes with it.
+            expected = [4 * rows * n for n in (DIM, words, words + 1)]
+            for table in ("table", "other"):
+                assert of[f"own {direction} of {table}/embeddings"].tolist() == expected
+                sent += expected[2]
+        # The monitor's bytes of a step, times steps, are all that was sent: what is dense, too.
+        assert len(x) // BATCH * sum(of["own monitored"]) == of["own total"] > sent
+
+
+def test_rows_are_read_as_they_are_counted_and_monitored():
+    found, expected = run("hybrid22", plain), reference(plain)
+    assert_close({name: found.first[name] for name in expected}, expected, 2e-5)
+    check_counted(found, None, None)
+    np.testing.assert_array_equal(found.first["read"], found.first["other"][data()[0]])
+
+
+def test_compressed_rows_train_nearly_alike_and_are_counted_as_what_is_sent():
     # `test_rows.py` has what either makes of rows.
-    push, pull = "bf16", "int8"
-    run(folder, "plain", f"push={push}", f"pull={pull}")
-    return folder, push, pull
+    found, exact = run("hybrid21_compressed", plain), reference(plain)
+    check_counted(found, "bf16", "int8")
+    first = found.first
+    trained = [name for name in exact if name.startswith("weights/")]
+    assert len(trained) == 4
+    for name in trained:
+        learned = np.abs(exact[name] - exact[name.replace("weights", "initial")]).max()
+        # Other jobs without compression are nearer than that. The gradients of the table `other`
+        # do not depend on rows that are read: it shows what is lost when they are sent.
+        assert 1e-5 < np.abs(first[name] - exact[name]).max() < 0.01 * learned, name
+    rows = first["other"][data()[0]]
+    # The distance between two numbers that can be told apart.
+    limit = np.abs(rows).max(axis=-1, keepdims=True) / 127
+    lost = np.abs(first["read"] - rows)
+    assert lost.max() > 1e-5 and np.all(lost <= limit * 1.001)
 
 
-def assert_near(found, expected):
-    assert sorted(found) == sorted(expected)
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-6, err_msg=name)
+class Sum(keras.layers.Layer):
+    """The sum of an example's rows, however many."""
+
+    def call(self, rows):
+        return tf.reduce_sum(rows, axis=1)
+
+    def compute_output_shape(self, shape):
+        return shape[0], shape[-1]
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-def test_ragged_many_hot_and_repeated_ids_equal_one_process(job, worker):
-    folder, _ = job
-    found = np.load(folder / f"several-{worker}.npz")
-    assert_near(found, np.load(folder / "several-reference.npz"))
+def words(x):
+    """From no ids for an example to seven, some of them more than once."""
+    random = np.random.default_rng(3)
+    rows = [[*row, *row[:2]][: random.integers(0, 8)] for row in x]
+    rows[1] = [5] * 7
+    return tf.ragged.constant(rows, tf.int32, ragged_rank=1)
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-def test_a_worker_without_rows_changes_and_counts_nothing(job, worker):
-    folder, _ = job
-    found = dict(np.load(folder / f"uneven-{worker}.npz"))
-    expected = 4 * DIM * rows_of(worker, 2 * BATCH + 1)
-    for direction in ("gradient", "pull"):
-        assert found.pop(f"{direction} of images/embeddings") == expected
-    found = {k: found[k] for k in found if not k.startswith(("gradient of ", "pull of "))}
-    assert_near(found, np.load(folder / "uneven-reference.npz"))
+def several():
+    """One table for ragged ids and for many-hot ones, and one for the latter alone."""
+    x, y = data()
+    ragged = keras.Input((None,), dtype="int32", ragged=True)
+    tags, shared = inputs(), embedding()
+    parts = [Sum()(shared(ragged)), Sum()(shared(tags)), Sum()(embedding(dim=4, seed=8)(tags))]
+    model = keras.Model([ragged, tags], head(keras.layers.Concatenate()(parts)))
+    # Which squares: rows that come more than once have to be summed before.
+    model.compile(optimizer=keras.optimizers.Adagrad(0.2), loss=of_classes())
+    # Tags are few, and come again and again.
+    dataset = tf.data.Dataset.from_tensor_slices(((words(x), x // 5 * 5), y)).batch(BATCH + 3)
+    history = model.fit(dataset, epochs=EPOCHS, verbose=0).history
+    return model, {**history, "predicted": model.predict(dataset, verbose=0)}
+
+
+def test_ragged_many_hot_and_repeated_ids_equal_one_process():
+    equals_one_process("hybrid22", several, 1e-4)
+
+
+def unequal_shares(x, y):
+    """For each worker data of its own, of four steps and of two; for one process all batches."""
+    half = BATCH // 2
+    shares = np.split(np.arange(6 * half), [4 * half])
+    if is_alone():
+        steps = [np.concatenate([s[i : i + half] for s in shares]) for i in range(0, 32, half)]
+        parts = [tf.data.Dataset.from_tensors((x[rows], y[rows])) for rows in steps]
+        return functools.reduce(lambda whole, part: whole.concatenate(part), parts)
+    mine = shares[tf.distribute.get_strategy().task.task_index]
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf.data.Dataset.from_tensor_slices((x[mine], y[mine])).batch(BATCH).with_options(options)
+
+
+def uneven():
+    """Convolutions where a worker has no rows: of a batch of one, or as it has run out of data."""
+    x, y = data()
+    ids = inputs()
+    images = keras.layers.Reshape((5, DIM, 1))(embedding(name="images")(ids))
+    maps = keras.layers.Conv2D(
+        2, 2, activation="relu", kernel_initializer=keras.initializers.GlorotUniform(5)
+    )(images)
+    maps = keras.layers.BatchNormalization(synchronized=True)(maps)
+    model = keras.Model(ids, head(flat(maps)))
+    model.compile(optimizer=keras.optimizers.Adagrad(0.1), loss=of_classes())
+    shares = unequal_shares(x, y)
+    x, y = x[: 2 * BATCH + 1], y[: 2 * BATCH + 1]
+    traffic = None if is_alone() else Traffic()
+    results = model.fit(x, y, BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+    results |= traffic.since() if traffic else {}
+    results["of shares"] = model.fit(shares, verbose=0).history["loss"]
+    results["evaluated"] = model.evaluate(x, y, BATCH, verbose=0)
+    return model, {**results, "predicted": model.predict(x, BATCH, verbose=0)}
+
+
+def test_a_worker_without_rows_changes_and_counts_nothing():
+    found, expected = run("hybrid22", uneven), reference(uneven)
+    assert_close({name: found.first[name] for name in expected}, expected, 1e-4)
+    for task, of in found.items():
+        for direction in ("gradient", "pull"):
+            sent = of[f"own {direction} of images/embeddings"][0]
+            assert sent == 4 * DIM * rows_of(task, data()[0][: 2 * BATCH + 1], BATCH, EPOCHS)
+
+
+def stored():
+    """A model that is stored."""
+    model = keras.Model(ids := inputs(), classifier(flat(keras.layers.Embedding(ROWS, DIM)(ids))))
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss=of_classes())
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def state_of(model):
+    """All that a file has to hold, and what the model makes of it."""
+    return {
+        "predicted": model.predict(data()[0], verbose=0),
+        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
+        **{f"slot {i}": v.numpy() for i, v in enumerate(model.optimizer.variables)},
+    }
+
+
+def train_on(model):
+    model.fit(*data(), BATCH, shuffle=False, verbose=0)
+
+
+def write(folder, model):
+    model.save(f"{folder}/all.keras")
+    model.save_weights(f"{folder}/all.weights.h5")
+    tf.train.Checkpoint(model=model).write(f"{folder}/checkpoint")
+
+
+def written(folder):
+    """Has one process, without a strategy, write a model; then what it is once trained on."""
+    model = stored()
+    train_on(model)
+    write(folder, model)
+    before = state_of(model)
+    train_on(model)
+    return named("before", before) | named("after", state_of(model))
+
+
+def read(folder):
+    """The states of models that were read in all ways, and the last of them."""
+    model, states = stored(), {}
+    model.load_weights(f"{folder}/all.weights.h5")
+    states |= named("weights", state_of(model))
+    model = stored()
+    tf.train.Checkpoint(model=model).read(f"{folder}/checkpoint").assert_consumed()
+    states |= named("checkpoint", state_of(model))
+    model = keras.models.load_model(f"{folder}/all.keras")
+    return states | named("model", state_of(model)), model
+
+
+def read_and_written(folder, other):
+    """Reads, and trains on; then the chief writes."""
+    states, model = read(folder)
+    train_on(model)
+    if tf.distribute.get_strategy().is_chief:
+        write(other, model)
+    return states | named("trained", state_of(model))
+
+
+def read_again(folder):
+    return read(folder)[0]
+
+
+def named(prefix, state):
+    return {f"{prefix} {name}": value for name, value in state.items()}
 
 
 def part(state, prefix):
     """What has a prefix, without it."""
+    prefix += " "
     return {k.removeprefix(prefix): state[k] for k in state if k.startswith(prefix)}
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("how", ["weights", "checkpoint", "model"])
-def test_a_job_loads_what_one_process_has_written(job, how, worker):
-    folder, (before, _) = job
-    assert_near(part(np.load(folder / f"files-{worker}.npz"), f"{how} "), before)
-
-
-def test_training_goes_on_as_in_the_process_that_has_written(job):
-    folder, (_, after) = job
-    for worker in WORKERS:
-        assert_near(part(np.load(folder / f"files-{worker}.npz"), "trained "), after)
-
-
-@pytest.mark.parametrize("how", ["weights", "checkpoint", "model"])
-def test_one_process_loads_what_a_job_has_written(job, how):
-    folder, _ = job
-    if how == "model":
-        model = keras.models.load_model(folder / "job.keras")
-    else:
-        model = from_files(keras.layers.Embedding)
-        if how == "weights":
-            model.load_weights(folder / "job.weights.h5")
-        else:
-            tf.train.Checkpoint(model=model).read(f"{folder}/job").assert_consumed()
-    found = state_of(model, data()[0])
-    assert_near(found, part(np.load(folder / "files-worker-0.npz"), "trained "))
-
-
-def plain(folder, worker):
-    return np.load(folder / f"plain-{worker}.npz")
-
-
-@pytest.mark.extended
-def test_compressed_rows_train_nearly_alike(job, compressed):
-    exact, first, second = (
-        plain(job[0], "reference"),
-        *(plain(compressed[0], worker) for worker in WORKERS),
-    )
-    trained = [name for name in exact if name.startswith("weight_")]
-    assert len(trained) == 4
-    for name in trained:
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-        learned = np.abs(exact[name] - exact[name.replace("weight", "initial")]).max()
-        # Other jobs without compression are nearer than that. The gradients of the table `other`
-        # do not depend on rows that are read: it shows what is lost when they are sent.
-        assert 1e-5 < np.abs(first[name] - exact[name]).max() < 0.01 * learned, name
-
-
-def test_rows_are_read_as_they_are(job):
-    for worker in WORKERS:
-        found = plain(job[0], worker)
-        np.testing.assert_array_equal(found["read"], found["other"][data()[0]])
-
-
-@pytest.mark.extended
-def test_rows_that_are_read_are_compressed(compressed):
-    folder, *_ = compressed
-    for worker in WORKERS:
-        found = plain(folder, worker)
-        rows = found["other"][data()[0]]
-        largest = np.abs(rows).max(axis=-1, keepdims=True)
-        # The distance between two numbers that can be told apart.
-        limit = largest / 127
-        lost = np.abs(found["read"] - rows)
-        assert lost.max() > 1e-5 and np.all(lost <= limit * 1.001)
-
-
-def rows_of(worker, examples=None):
-    """Rows that a worker looks up in training with some examples, by default all."""
-    x = data()[0][:examples]
-    parts = (np.array_split(x[i : i + BATCH], 2) for i in range(0, len(x), BATCH))
-    shares = (part[WORKERS.index(worker)] for part in parts)
-    return EPOCHS * sum(len(np.unique(share)) for share in shares)
-
-
-def assert_counted(folder, worker, push, pull):
-    found, rows, sent = plain(folder, worker), rows_of(worker), 0
-    for direction, compression in (("gradient", push), ("pull", pull)):
-        words = WORDS[compression]
-        # The row's number goes with it.
-        expected = [4 * rows * n for n in (DIM, words, words + 1)]
-        for table in ("table", "other"):
-            assert found[f"{direction} of {table}/embeddings"].tolist() == expected
-            sent += expected[2]
-    # The monitor's bytes of a step, times steps, are all that was sent: what is dense, too.
-    assert len(data()[0]) // BATCH * sum(found["monitored"]) == found["total"] > sent
-
-
-@pytest.mark.parametrize("worker", WORKERS)
-def test_rows_are_counted_and_monitored(job, worker):
-    assert_counted(job[0], worker, None, None)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("worker", WORKERS)
-def test_compressed_rows_are_counted_as_what_is_sent(compressed, worker):
-    assert_counted(compressed[0], worker, *compressed[1:])
+def test_files_of_one_process_are_read_by_a_job_and_its_own_by_one_process(tmp_path):
+    folder, other = tmp_path / "alone", tmp_path / "job"
+    folder.mkdir(), other.mkdir()
+    alone = run("plain", written, folder=str(folder)).first
+    job = run("hybrid22", read_and_written, folder=str(folder), other=str(other)).first
+    again = run("plain", read_again, folder=str(other)).first
+    for way in ("weights", "checkpoint", "model"):
+        assert_close(part(job, way), part(alone, "before"), 2e-5)
+        assert_close(part(again, way), part(job, "trained"), 2e-5)
+    assert_close(part(job, "trained"), part(alone, "after"), 2e-5)

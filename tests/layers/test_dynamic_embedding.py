@@ -77,6 +77,7 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_has_the_keys(tmp_path):
     models = []
     for ids in (KEYS[:4], KEYS[1:]):
@@ -100,6 +101,7 @@ def test_a_checkpoint_has_the_keys(tmp_path):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.extended
 def test_a_step_of_an_earlier_optimizer_is_refused():
     ids = keras.Input((2,), dtype="int64")
     table = layer(combiner="sum")
@@ -118,6 +120,7 @@ def test_a_step_of_an_earlier_optimizer_is_refused():
     assert table.counts()[0].tolist() == [3, 3, 3]
 
 
+@pytest.mark.extended
 def test_slots_of_a_file_go_with_its_keys(tmp_path):
     class Model(keras.Model):
         def __init__(self):
@@ -256,6 +259,7 @@ def test_weights_are_set_for_the_keys_that_there_are():
     model.fit(x, np.ones((4, 3, 4)), verbose=0)
 
 
+@pytest.mark.extended
 def test_early_stopping_goes_back_to_earlier_keys(tmp_path):
     ids, losses = np.arange(54).reshape(18, 3), np.repeat([[3.0], [1], [2], [4], [5], [6]], 3, 0)
     data = tf.data.Dataset.from_tensor_slices((ids, losses)).batch(3)

@@ -59,8 +59,8 @@ from tests.support.results import assert_close
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
-# TensorFlow keeps the functions of all cases. More clusters than these at once take too much.
-_MOST_CASES, _MOST_CLUSTERS = 80, 2
+# More clusters at once take too much memory.
+_MOST_CLUSTERS = 2
 _START_SECONDS = 180
 _clusters = {}
 _references = {}
@@ -129,38 +129,41 @@ def run(layout, case, *, same=True, may_show_errors=False, seconds=120, **args):
     return results
 
 
-def equals_one_process(layout, case, tolerance=2e-5, **args):
+def equals_one_process(layout, case, tolerance=2e-5, alone="plain", **args):
     """Checks that a case leaves in all tasks what plain Keras leaves in one process.
 
     Args:
         layout: A name of `layouts.LAYOUTS`.
         case: The function.
         tolerance: Relative and absolute, of each value.
+        alone: The layout of the one process, if it is not that of plain Keras.
         **args: The function's arguments.
 
     Returns:
         The `Results` of the cluster.
     """
-    expected = reference(case, **args)
+    expected = reference(case, alone, **args)
     results = run(layout, case, **args)
     assert_close(results.first, expected, tolerance)
     return results
 
 
-def reference(case, **args):
+def reference(case, alone="plain", **args):
     """Returns the arrays that a case leaves in plain Keras: run once for all processes of pytest.
 
     Args:
         case: The function.
+        alone: The layout of the one process, if it is not that of plain Keras.
         **args: Its arguments.
     """
-    key = f"{_module(case)}:{case.__qualname__}:{json.dumps(args, sort_keys=True, default=str)}"
+    key = f"{_module(case)}:{case.__qualname__}:{alone}:"
+    key += json.dumps(args, sort_keys=True, default=str)
     if key not in _references:
         path = _shared() / f"{hashlib.sha256(key.encode()).hexdigest()}.npz"
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                np.savez(path.with_suffix(".new.npz"), **run("plain", case, **args).first)
+                np.savez(path.with_suffix(".new.npz"), **run(alone, case, **args).first)
                 path.with_suffix(".new.npz").rename(path)
         with np.load(path) as arrays:
             _references[key] = dict(arrays)
@@ -198,7 +201,7 @@ class _Cluster:
 
     @property
     def is_used_up(self):
-        return len(self.cases) >= _MOST_CASES
+        return len(self.cases) >= LAYOUTS[self.layout].most_cases
 
     def _start(self):
         from keras_psplus.cluster.processes import LocalCluster

@@ -10,6 +10,8 @@ from typing import Any
 
 # Idle tasks ask each other for signs of life, and machines that run tests are busy.
 _PATIENT = {"heartbeat_timeout": 120}
+# Of copies of rows: the most updates for which one may be read.
+STALENESS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +23,15 @@ class Layout:
         workers: Number of workers; none is one process without a cluster.
         ps: Number of parameter servers.
         chief: Whether a chief runs the cases, rather than all workers.
+        most_cases: After so many cases, the next one starts a new cluster: TensorFlow keeps the
+            functions of all.
     """
 
     make: Callable[[], Any]
     workers: int = 0
     ps: int = 0
     chief: bool = False
+    most_cases: int = 80
 
     @property
     def tasks(self):
@@ -82,6 +87,22 @@ def _mesh(rows, columns, **options):
     return make
 
 
+def _hybrid(ps=1, caches=False, **options):
+    """Tables on servers, but for those whose names say otherwise; perhaps with copies of rows."""
+
+    def make():
+        import keras_psplus as psp
+
+        if caches:
+            stale = psp.tables.Cache(150, staleness=STALENESS)
+            options["cache"] = {"cached*": psp.tables.Cache(150), "stale*": stale}
+        placement = {"on_workers/*": "mirrored", "*": "parameter_server"}
+        return psp.HybridStrategy(placement=placement, job_token="a token", **_PATIENT, **options)
+
+    # Servers keep all tables, whose methods they serve anew with each further one.
+    return Layout(make, workers=2, ps=ps, most_cases=12)
+
+
 _all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIENT)
 _served = functools.partial(Layout, workers=2, ps=2)
 LAYOUTS = {
@@ -106,7 +127,13 @@ LAYOUTS = {
     "tp4": Layout(_mesh(2, 2), workers=4),
     "tp6_topology": Layout(_mesh(3, 2, topology=[[0, 1, 2, 3], [4, 5]]), workers=6),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
-    "hybrid22": _served(_makes("HybridStrategy", min_table_bytes=0, **_PATIENT)),
+    # A process with tables in memory, by two replicas.
+    "hybrid_devices2": Layout(_makes("HybridStrategy", devices=2)),
+    "hybrid22": _hybrid(ps=2, caches=True),
+    "hybrid21_ahead": _hybrid(prefetch=True),
+    "hybrid21_async": _hybrid(prefetch=True, sync=False),
+    "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
+    "hybrid21_shards": _hybrid(shard="optimizer"),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),

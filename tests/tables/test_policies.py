@@ -4,12 +4,13 @@ import pytest
 
 import keras_psplus as psp
 from keras_psplus.tables import policies
+from tests.support.tables import for_each
 
 tables = psp.tables
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
+@for_each(
+    "make, text",
     [
         (lambda: tables.Capacity(0), "rows=0"),
         (lambda: tables.Capacity(5, "mru"), "policy='mru'"),
