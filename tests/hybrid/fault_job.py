@@ -4,14 +4,22 @@ fault_job.py STEPS FOLDER [name=value ...]
 
 Each step adds to the rows of its ids, in a table of numbered rows and in one of keys, what plain
 gradient descent adds; the chief prints steps, and at the end whether the tables are what they have
-to be. With `backup=epoch` or `backup=STEPS` it resumes from the folder, with STEPS in two calls of
-`fit`, of arrays that are shuffled if `shuffled=1`; `double=1` keeps the last two backups, also at
-the end; `die=TASK:NUMBER` kills a server while it writes that one; `bad_id=1` has worker 1 ask for a row that is not there; `pause=SECONDS` makes steps
-slow; `stranger=1` gives worker 1 another job's token; `tables=1` has the tables written to the
-folder at the end, and read again; `exit=CODE` ends with that code; `accumulate=STEPS` gives workers
-something to keep; `cache=ROWS:STALENESS` gives them copies of rows, and has them write what they
-read to the folder; `own=1` has a train_step of the model's own, with optimizers and a count of
-steps that are no attributes of the model.
+to be. Options:
+
+    backup=epoch    resumes from the folder; backup=STEPS too, in two calls of `fit`
+    shuffled=1      with `backup=STEPS`, from arrays that are shuffled
+    double=1        keeps the last two backups, also at the end
+    die=TASK:NUMBER a server is killed while it writes that backup
+    bad_id=1        worker 1 asks for a row that is not there
+    pause=SECONDS   makes steps slow
+    stranger=1      worker 1 has another job's token
+    tables=1        has the tables written to the folder at the end, and read again
+    exit=CODE       ends with that code
+    accumulate=N    gives workers something to keep
+    cache=ROWS:AGE  gives workers copies of rows, and has them write what they read to the folder
+    own=1           a train_step of the model's own, with optimizers and a count of steps that are
+                    no attributes of the model
+    sync=0, prefetch=1, momentum=M, timeout=SECONDS: of the strategy and the optimizer
 """
 
 import json

@@ -14,6 +14,7 @@ from keras_psplus.hybrid.tables import row_cache
 from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.placement import TablePlacer
 from keras_psplus.tables.rows.row_optimizer import config_of
+from tests.hybrid.dynamic_cases import ALONE
 from tests.hybrid.models import classifier, embedding, flat, initializer, is_alone, of_classes
 from tests.hybrid.traffic import Traffic, rows_of
 from tests.support.cluster import reference, run
@@ -101,7 +102,7 @@ def trained_beside_one_process(case):
     """Checks that a case equals one process, and returns what each worker has left."""
     found, expected = (
         run("hybrid22", trained, name=case),
-        reference(trained, "hybrid_devices2", case=case),
+        reference(trained, ALONE, name=case),
     )
     del expected["own reads"]
     assert_close({name: found.first[name] for name in expected}, expected, 1e-4)
@@ -115,8 +116,8 @@ def sent(of, direction):
 
 def without_cache(worker, lookups):
     """Bytes of rows in one direction, if a worker reads all rows of its part of each batch."""
-    rows = sum(rows_of(worker, data()[0][:, columns], BATCH, EPOCHS) for columns in lookups)
-    return rows * 4 * (DIM + 1)
+    rows = sum(rows_of(worker, data()[0][:, columns], BATCH) for columns in lookups)
+    return EPOCHS * rows * 4 * (DIM + 1)
 
 
 @pytest.mark.processes
@@ -127,6 +128,7 @@ def test_exact_copies_equal_one_process_and_take_fewer_bytes():
 
 
 @pytest.mark.processes
+@pytest.mark.extended
 def test_no_copy_is_older_than_it_may_be_and_takes_half_of_the_bytes():
     for worker, of in trained_beside_one_process("stale").items():
         for direction in ("pull", "gradient"):

@@ -1,66 +1,53 @@
 """Training with a dynamic table on parameter servers equals training in one process."""
 
-import contextlib
+import tempfile
 import types
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.files.table_files import read_list, stems_of
 from keras_psplus.hybrid.tables.dynamic import _ServerPart
 from keras_psplus.tables import policies
 from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.keys import BLOCKS
-from tests.hybrid.dynamic_cases import ALONE, as_ids, contents, data, train, trained
+from tests.hybrid import dynamic_cases as cases
 from tests.hybrid.models import is_alone
 from tests.support.cluster import equals_one_process
 from tests.support.tiers import extended
 
 
+def trained(name, folder):
+    """Trains a case, in a cluster half of it from a backup; then its files are read again."""
+    alone = is_alone()
+    model, table, results = (
+        cases.train_and_evaluate(name) if alone else cases.broken_off(name, folder)
+    )
+    results |= cases.contents(model, table)
+    with tempfile.TemporaryDirectory() as own:
+        cases.check_reads_weights(name, model, table, own)
+    if name == "counted" and not alone:
+        check_files_of_servers(name, model, table, f"{folder}/tables")
+    return results
+
+
+def check_files_of_servers(name, model, table, folder):
+    before, strategy = cases.contents(model, table), tf.distribute.get_strategy()
+    strategy.save_tables(folder)
+    cases.train_more(model, name, *cases.data())
+    strategy.load_tables(folder)
+    after = cases.contents(model, table)
+    # Dense weights go on; slot 2 is the table's.
+    for what in [what for what in after if what.startswith("table") or what == "slot_2"]:
+        np.testing.assert_array_equal(after[what], before[what], err_msg=what)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("case", ["counted", *extended("plain", "filtered", "keras_rs")])
-def test_equals_one_process(case, tmp_path):
-    args = {"name": case, "folder": str(tmp_path)}
-    found = equals_one_process("hybrid22", trained, 1e-4, ALONE, **args)
+@pytest.mark.parametrize("name", ["counted", *extended("plain", "filtered", "keras_rs")])
+def test_resumed_training_equals_one_process(name, tmp_path):
+    args = {"name": name, "folder": str(tmp_path)}
+    found = equals_one_process("hybrid22", trained, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])
-
-
-class BreakOff(keras.callbacks.Callback):
-    """Ends training in the second epoch."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.is_second = epoch == 1
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.is_second and batch == 3:
-            raise InterruptedError
-
-
-def resumed(name, folder):
-    """Trains until it is broken off, and another model from the backup on.
-
-    The backup is of all rows, and of what has changed since, twice.
-    """
-    x, y = data()
-    last = [[]] if is_alone() else [[BreakOff()], []]
-    for callbacks in last:
-        with contextlib.suppress(InterruptedError):
-            if not is_alone():
-                backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=3)
-                callbacks.append(backup)
-            model, table, results = train(name, as_ids(name, x), y, callbacks=callbacks)
-        if callbacks[:-1]:
-            assert len(stems_of(read_list(f"{folder}/backup"))) == 3
-    return results | contents(model, table)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("case", ["counted", *extended("filtered")])
-def test_resumed_training_has_the_same_keys_rows_slots_and_counts(case, tmp_path):
-    args = {"name": case, "folder": str(tmp_path)}
-    equals_one_process("hybrid22", resumed, 1e-4, ALONE, **args)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.hybrid.models import (
     BATCH,
     DIM,
     ROWS,
+    OwnAdam,
     Twice,
     compiled,
     data,
@@ -32,14 +33,6 @@ from tests.support.tiers import extended
 pytestmark = pytest.mark.processes
 
 optimizers, schedules = keras.optimizers, keras.optimizers.schedules
-
-
-@keras.saving.register_keras_serializable("test_training")
-class OwnAdam(optimizers.Adam):
-    """An optimizer that the library does not know."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        super().update_step(gradient + 0.01 * variable, variable, learning_rate)
 
 
 class Own(keras.initializers.Initializer):
@@ -105,16 +98,13 @@ def wherever():
     return trained(model, optimizers.SGD(0.5))
 
 
-def two_tables():
-    """Two tables, one of them shared by two layers' calls, one with a sum over several ids.
-
-    What comes after them is compiled.
-    """
+def two_tables(jit_compile="auto"):
+    """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
     ids = inputs()
     shared, other = embedding(), embedding(dim=4, embeddings_initializer=Own())
     features = shared(ids[:, :2]), shared(ids[:, 3:]), keras.ops.sum(other(ids), axis=1)
     model = keras.Model(ids, head(flat(*features)))
-    return trained(model, optimizers.SGD(0.5), jit_compile=True)
+    return trained(model, optimizers.SGD(0.5), jit_compile=jit_compile)
 
 
 def beside_rows():
@@ -227,6 +217,17 @@ def test_mixed_precision(layout):
     equals_one_process(layout, mixed_precision, TOLERANCE)
 
 
+@pytest.mark.extended
+def test_what_comes_after_tables_is_compiled():
+    equals_one_process("hybrid22", two_tables, jit_compile=True)
+
+
+def test_keras_rs():
+    pytest.importorskip("keras_rs")
+    # Plain Keras knows no such placements.
+    equals_one_process("hybrid22", keras_rs, alone="hybrid1")
+
+
 def test_one_process_with_two_devices_needs_no_servers():
     equals_one_process("hybrid_devices2", wherever)
 
@@ -248,12 +249,6 @@ def test_asynchronous_updates_count_once():
     np.testing.assert_array_equal(found["rows"], [rows, rows])
     np.testing.assert_array_equal(found["keys"], np.arange(40))
     np.testing.assert_array_equal(found["counts"], np.full(40, 6))
-
-
-def test_keras_rs():
-    pytest.importorskip("keras_rs")
-    # Plain Keras knows no such placements.
-    equals_one_process("hybrid22", keras_rs, alone="hybrid_devices2")
 
 
 @pytest.mark.extended

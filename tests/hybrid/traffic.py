@@ -24,12 +24,7 @@ class Traffic:
         return {name: sent - self._before.get(name, 0) for name, sent in self._now().items()}
 
 
-def shares_of(task, x, batch):
-    """A worker's part of each batch, one of two."""
+def rows_of(task, x, batch):
+    """How many rows one of two workers looks up in an epoch, having a part of each batch."""
     parts = (np.array_split(x[i : i + batch], 2) for i in range(0, len(x), batch))
-    return [part[int(task[-1])] for part in parts]
-
-
-def rows_of(task, x, batch, epochs):
-    """How many rows a worker looks up in training with ids."""
-    return epochs * sum(len(np.unique(share)) for share in shares_of(task, x, batch))
+    return sum(len(np.unique(part[int(task[-1])])) for part in parts)

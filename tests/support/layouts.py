@@ -92,6 +92,7 @@ def _hybrid(ps=1, caches=False, **options):
 
     def make():
         import keras_psplus as psp
+        from tests.hybrid import models  # noqa: F401 - Servers know the classes in it.
 
         if caches:
             stale = psp.tables.Cache(150, staleness=STALENESS)
@@ -127,7 +128,8 @@ LAYOUTS = {
     "tp4": Layout(_mesh(2, 2), workers=4),
     "tp6_topology": Layout(_mesh(3, 2, topology=[[0, 1, 2, 3], [4, 5]]), workers=6),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
-    # A process with tables in memory, by two replicas.
+    # One process for what plain Keras lacks, such as tables of any keys.
+    "hybrid1": Layout(_makes("HybridStrategy")),
     "hybrid_devices2": Layout(_makes("HybridStrategy", devices=2)),
     "hybrid22": _hybrid(ps=2, caches=True),
     "hybrid21_ahead": _hybrid(prefetch=True),
