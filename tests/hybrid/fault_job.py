@@ -212,8 +212,8 @@ def main():
     if options.get("bad_id"):
         ids[7 * BATCH + BATCH - 1] = ROWS + 3
     momentum = float(options.get("momentum", 0))
-    optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(4)]
     with strategy.scope():
+        optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(4)]
         own = {"make": Own, "optimizers": optimizers[:3]} if options.get("own") else {}
         model, numbers, keys = linear_model(**own)
         model.compile(optimizer=optimizers[-1 if own else 0], loss=linear_loss)

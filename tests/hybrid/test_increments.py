@@ -130,6 +130,7 @@ def test_a_backup_that_was_prepared_traces_nothing_and_loses_nothing(tmp_path, m
     assert state(reader) == state(job)
 
 
+@pytest.mark.extended
 def test_changes_are_as_large_as_what_was_touched_until_all_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "_LEAST_CHANGED", 0)
     job, folder = Job(), str(tmp_path)
@@ -189,7 +190,7 @@ class Killer:
             raise Killed
 
 
-@pytest.mark.parametrize("stride", [25, *extended(5)])
+@pytest.mark.parametrize("stride", [40, *extended(5)])
 def test_a_kill_at_any_point_loses_nothing(stride, tmp_path, monkeypatch):
     how = psp.tables.Count(2), psp.tables.Unused(steps=4)
     job, reader, killer = Job(2, *how), Job(3, *how), Killer(monkeypatch)
@@ -224,6 +225,7 @@ def test_a_kill_at_any_point_loses_nothing(stride, tmp_path, monkeypatch):
     assert seen == {1, 2, 3}
 
 
+@pytest.mark.extended
 def test_a_damaged_file_of_changes_is_named(tmp_path):
     job, folder = Job(), str(tmp_path)
     for step in range(6):

@@ -2,12 +2,12 @@
 
 import re
 import time
-from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tests.support.parts import swapped
 
 from tests.hybrid.fault_job import expected, linear_loss, linear_model
 from tests.hybrid.models import (
@@ -57,10 +57,16 @@ def trained(model, optimizer, batch=BATCH, **options):
     return model, model.fit(*data(), batch, epochs=2, shuffle=False, verbose=0).history
 
 
-def whole():
-    """Trains, evaluates and predicts, also batches that are not full."""
-    x, y = data()
-    model, results = trained(one_table(), optimizers.SGD(0.5))
+def whole(jit_compile="auto"):
+    """Trains, evaluates and predicts, also batches that are not full.
+
+    One of two tables is shared by two calls of its layer, and of the other several rows are summed.
+    """
+    (x, y), ids = data(), inputs()
+    shared, other = embedding(), embedding(dim=4, embeddings_initializer=Own())
+    features = shared(ids[:, :2]), shared(ids[:, 3:]), keras.ops.sum(other(ids), axis=1)
+    model = keras.Model(ids, head(flat(*features)))
+    model, results = trained(model, optimizers.SGD(0.5), jit_compile=jit_compile)
     results["evaluated"] = model.evaluate(x, y, batch_size=40, verbose=0)
     results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
     return model, results
@@ -98,15 +104,6 @@ def wherever():
     return trained(model, optimizers.SGD(0.5))
 
 
-def two_tables(jit_compile="auto"):
-    """Two tables, one of them shared by two layers' calls, one with a sum over several ids."""
-    ids = inputs()
-    shared, other = embedding(), embedding(dim=4, embeddings_initializer=Own())
-    features = shared(ids[:, :2]), shared(ids[:, 3:]), keras.ops.sum(other(ids), axis=1)
-    model = keras.Model(ids, head(flat(*features)))
-    return trained(model, optimizers.SGD(0.5), jit_compile=jit_compile)
-
-
 def beside_rows():
     """A table on servers, and one on workers, whose gradients are rows until they are clipped.
 
@@ -121,17 +118,9 @@ def beside_rows():
 
 def accumulated():
     """Under `updates=Accumulate(2)`; one process has batches twice as large."""
-    if is_alone():
-        return trained(one_table(), optimizers.SGD(0.5), batch=2 * BATCH)
-    from keras_psplus.all_reduce.step.updating import MirroredUpdates
-    from keras_psplus.updates import Accumulate
-
-    strategy, policy = tf.distribute.get_strategy(), Accumulate(2)
-    with (
-        mock.patch.object(strategy, "_updates", policy),
-        mock.patch.object(strategy.extended, "updating", MirroredUpdates(policy, strategy)),
-    ):
-        return trained(one_table(), optimizers.SGD(0.5))
+    with swapped(updates="accumulate:2"):
+        batch = 2 * BATCH if is_alone() else BATCH
+        return trained(one_table(), optimizers.SGD(0.5), batch=batch)
 
 
 def again():
@@ -200,7 +189,7 @@ MORE = extended(again, steps_at_once, of_rows, own_step)
 TOLERANCE = 2e-3  # Of float16.
 
 
-@pytest.mark.parametrize("case", [whole, two_tables, beside_rows, accumulated, *MORE])
+@pytest.mark.parametrize("case", [whole, beside_rows, accumulated, *MORE])
 def test_equals_one_process(case):
     equals_one_process("hybrid22", case)
 
@@ -219,7 +208,7 @@ def test_mixed_precision(layout):
 
 @pytest.mark.extended
 def test_what_comes_after_tables_is_compiled():
-    equals_one_process("hybrid22", two_tables, jit_compile=True)
+    equals_one_process("hybrid22", whole, jit_compile=True)
 
 
 def test_keras_rs():

@@ -86,7 +86,7 @@ class Chain:
         return expected
 
 
-@pytest.mark.parametrize("case", ["counted", *extended("full", "filtered")])
+@pytest.mark.parametrize("case", extended(*POLICIES))
 def test_all_rows_and_changes_are_those_of_the_moments_of_their_capture(
     case, tmp_path, monkeypatch
 ):
