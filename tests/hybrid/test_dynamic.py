@@ -18,15 +18,12 @@ from tests.support.tiers import extended
 
 
 def trained(name, folder):
-    """Trains a case, in a cluster half of it from a backup; then its files are read again."""
-    alone = is_alone()
-    model, table, results = (
-        cases.train_and_evaluate(name) if alone else cases.broken_off(name, folder)
-    )
+    """Trains a case, whose files are read again: those of the model, and those of servers."""
+    model, table, results = cases.train_and_evaluate(name)
     results |= cases.contents(model, table)
     with tempfile.TemporaryDirectory() as own:
         cases.check_reads_weights(name, model, table, own)
-    if name == "counted" and not alone:
+    if name == "counted" and not is_alone():
         check_files_of_servers(name, model, table, f"{folder}/tables")
     return results
 
@@ -42,11 +39,25 @@ def check_files_of_servers(name, model, table, folder):
         np.testing.assert_array_equal(after[what], before[what], err_msg=what)
 
 
+def resumed(name, folder):
+    """Trains a case, in a cluster half of it from a backup."""
+    broken_off, train = cases.broken_off, cases.train_and_evaluate
+    model, table, results = train(name) if is_alone() else broken_off(name, folder)
+    return results | cases.contents(model, table)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["counted", *extended("plain", "filtered", "keras_rs")])
-def test_resumed_training_equals_one_process(name, tmp_path):
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        (trained, "counted"),
+        *extended((trained, "plain"), (trained, "keras_rs")),
+        *extended((resumed, "counted"), (resumed, "filtered")),
+    ],
+)
+def test_equals_one_process(case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}
-    found = equals_one_process("hybrid22", trained, 1e-4, cases.ALONE, **args)
+    found = equals_one_process("hybrid22", case, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])
 
 

@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tests.support.parts import swapped
 
 from tests.hybrid.fault_job import expected, linear_loss, linear_model
 from tests.hybrid.models import (
@@ -28,6 +27,7 @@ from tests.hybrid.models import (
     slots,
 )
 from tests.support.cluster import equals_one_process, run
+from tests.support.parts import swapped
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
