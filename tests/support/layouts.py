@@ -106,8 +106,14 @@ LAYOUTS = {
     "tp4": Layout(_mesh(2, 2), workers=4),
     "tp6_topology": Layout(_mesh(3, 2, topology=[[0, 1, 2, 3], [4, 5]]), workers=6),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
+    # One process for what plain Keras lacks, such as tables of any keys.
+    "hybrid1": Layout(_makes("HybridStrategy")),
     "hybrid22": _served(_makes("HybridStrategy", min_table_bytes=0, **_PATIENT)),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
+    "async22": _served(
+        _makes("ParameterServerStrategy", overlap_steps=True, ps_weights=[1, 2], **_PATIENT),
+        chief=True,
+    ),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),
     "sync_threads": Layout(_servers_in_process(2, mode="sync")),
