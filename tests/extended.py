@@ -95,46 +95,6 @@ TESTS = {
         "test_worker_that_stops_training_alone_within_an_epoch[stop-0]",
         "test_worker_that_stops_training_alone_within_an_epoch[stop between averages-1]",
     ],
-    "parameter_server/test_compression.py": [
-        f"test_{name}"
-        for name in (
-            *("whole_variables[topk_warmup_as_by_hand]", "sharded_variables[topk_corrected*]"),
-            *("whole_variables[powersgd_late_as_by_hand]", "sharded_variables[compressed*]"),
-            *("whole_variables[rounded_lookups_as_by_hand]", "whole_variables[constraints*]"),
-            *("whole_variables[bytes_that_differ*]", "whole_variables[without_communication*]"),
-            *("whole_variables[randomk_as_by_hand]", "whole_variables[skipped_steps*]"),
-            *("whole_variables[several_steps_of*]", "whole_variables[backup_and_restore*]"),
-        )
-    ],
-    "parameter_server/test_updates.py": [
-        *("*[own_step]", "*[loss_scale]"),
-        "test_resumed_training_is_as_if_never_interrupted[accumulate]",
-        *("*_on_larger_batches[flush]", "test_steps_alone_*[embedding]"),
-    ],
-    "parameter_server/test_sync_compression.py": [
-        *("*_is_averaged[bf16]", "*_is_averaged[topk_corrected]", "*_is_averaged[own]"),
-    ],
-    "parameter_server/test_sync_overlap.py": [
-        f"test_two_workers_equal_one_process[{name}]"
-        for name in (
-            *("regularisers_and_constraint", "mixed_precision_skips_overflow", "much_at_once"),
-            *("gradient_accumulation_in_loop", "last_batch_of_one_row"),
-        )
-    ],
-    "parameter_server/test_callbacks.py": [
-        f"test_behaviour[{name}]"
-        for name in (
-            *("learning_rates", "not_a_number_ends_training", "repeated_dataset"),
-            *("infinite_generator", "history_is_of_all_workers", "csv_log_is_the_history"),
-            "weights_of_classes_and_samples",
-        )
-    ],
-    "parameter_server/test_elastic.py": ["test_a_second_srun_joins"],
-    "parameter_server/test_placement.py": ["test_training_with_cut_variables_in_processes"],
-    "parameter_server/test_dynamic.py": [
-        f"test_synchronous_training_equals_one_process[{name}]"
-        for name in ("plain", "filtered", "keras_rs")
-    ],
     "pipeline/test_pipelines.py": [
         *("test_four_devices_equal_one_process[gpipe]", "test_four_workers_equal_one_process"),
         *("test_compressors_lose_little[bf16]", "test_compressors_lose_little[topk:0.2]"),
@@ -175,9 +135,6 @@ TESTS = {
     # `make test-fast` and `make test-versions` run these.
     "smoke/test_every_strategy.py": [
         *("*[all_reduce]", "*[sync_parameter_server]", "*[pipeline]", "*[hybrid]"),
-    ],
-    "parameter_server/test_jobs.py": [
-        "test_steps_that_overlap_go_on_when_each_worker_is_killed",
     ],
 }
 

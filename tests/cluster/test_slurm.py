@@ -10,8 +10,9 @@ import time
 import pytest
 
 from tests.cluster import slurm_nodes
-from tests.parameter_server.test_jobs import JOB as COUNTING_JOB
-from tests.parameter_server.test_jobs import counts
+from tests.parameter_server import kill_job
+from tests.parameter_server.test_elastic import go_on
+from tests.parameter_server.test_jobs import check_table, result_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -91,25 +92,25 @@ def test_parameter_servers(slurm):
 
 
 def test_workers_come_and_go(slurm, tmp_path):
-    gate, log, steps = tmp_path / "gate", tmp_path / "worker-1", 400
-    given = {"COUNTING_JOB_GATE": str(gate), "COUNTING_JOB_PAUSE": "0.02"}
-    script, program = "workers_that_come_and_go.sbatch", [str(COUNTING_JOB), str(steps)]
-    job, out = submit(slurm, script, *program[1:], program=program[0], **given)
-    wait(slurm, job, out, lambda now, text: "batch 50\n" in text or ended(now, text))
+    log, program = tmp_path / "worker-1", [kill_job.__file__, str(tmp_path), "steps"]
+    script = "workers_that_come_and_go.sbatch"
+    job, out = submit(slurm, script, *program[1:], program=program[0])
+    wait(slurm, job, out, lambda now, text: "steps batch 11." in text or ended(now, text))
     with log.open("w") as file:
         command = ["srun", f"--jobid={job}", "--nodes=1", "--ntasks=1", "--nodelist=n2"]
         command += ["bash", str(SCRIPTS / script), "--join", "1"]
-        second = slurm.start(*command, *program, stdout=file, **given)
+        second = slurm.start(*command, *program, stdout=file)
         wait(slurm, job, out, lambda now, text: "worker-1 has joined" in text or ended(now, text))
-        wait(slurm, job, out, lambda now, text: "batch 150\n" in text or ended(now, text))
         # Slurm 22.05 looks for the step once more, and says that there is none.
         slurm.run("scancel", "--signal=TERM", f"{job}.1", check=False)
         second.wait(60)
-    gate.touch()
+    go_on(tmp_path)
     text = wait(slurm, job, out, ended)
     assert state(slurm, job) == "COMPLETED", text
     assert "the chief does without this worker" in log.read_text()
-    assert counts(text) == [steps, steps, 2 * steps]
+    found = result_of("steps", text)
+    check_table(found)
+    assert found["steps"] == found["iterations"] == kill_job.STEPS
 
 
 def test_tables_on_the_nodes_of_another_component(slurm):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.transport import aggregation
+from tests.support.tables import for_each
 
 
 def rows(values, indices):
@@ -23,7 +24,7 @@ def variable():
     return tf.Variable(tf.zeros([4, 2]))
 
 
-@pytest.mark.parametrize("has_rows", [False, True])
+@for_each("has_rows", [False, True])
 def test_who_waits_for_gradients_that_will_not_come_is_released(has_rows, variable):
     gradient, made = rows([[1.0, 1.0]], [2]) if has_rows else tf.ones([4, 2]), []
 
@@ -54,7 +55,7 @@ def test_who_waits_for_gradients_that_will_not_come_is_released(has_rows, variab
         discard(stamp + 1)
 
 
-@pytest.mark.parametrize("has_rows", [False, True])
+@for_each("has_rows", [False, True])
 def test_only_what_carries_the_stamp_counts(has_rows, variable):
     def gradient(number):
         if has_rows:

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.sync.automatic import OverlapChoice
+from tests.support.tables import for_each
 
 WORKERS = 2
 
@@ -92,19 +92,8 @@ def test_steps_without_a_worker_decide_nothing(caplog):
     assert choice.is_on and "measured again" not in caplog.text
 
 
-@pytest.mark.parametrize("argument", [True, False])
+@for_each("argument", [True, False])
 def test_what_the_script_says_stays(argument):
     choice, totals = OverlapChoice(argument, WORKERS, None), Totals()
     take(choice, totals, 40, 0.3, 0.3, 1 << 30)
     assert choice.is_on is argument
-
-
-def test_modes_in_which_it_is_measured():
-    sync, asynchronous = modes.check_mode("sync", 0, None), modes.check_mode("async", 0, None)
-    assert modes.check_overlap("auto", sync, None) is None
-    assert modes.check_overlap("auto", asynchronous, None) is False
-    assert modes.check_overlap("auto", modes.check_mode("sync", 1, None), None) is False
-    assert modes.check_overlap("auto", modes.check_mode("async", 0, 2), None) is False
-    for wrong in ("always", None, 1):
-        with pytest.raises(ValueError, match=rf"Received: overlap_steps={wrong!r}"):
-            modes.check_overlap(wrong, sync, None)

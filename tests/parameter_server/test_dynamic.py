@@ -1,78 +1,89 @@
 """Training with a dynamic table on parameter servers equals training in one process."""
 
-import json
-import os
+import contextlib
 import pathlib
-import re
-import signal
-import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_psplus as psp
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from tests.hybrid import dynamic_job
-from tests.hybrid.reference import ENVIRONMENT, running_reference
-from tests.parameter_server.dynamic_job import by_hand, data
-from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
-from tests.selection import cases
-from tests.support.results import load
-
-STEPS = 300
+from tests.parameter_server.options import options
+from tests.support.cluster import run
+from tests.support.results import assert_close
+from tests.support.tiers import extended
 
 
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """Where the chief and one process have left what the cases come to, and the chief's log."""
-    folder, wanted = tmp_path_factory.mktemp("dynamic"), cases(request)
-    names = ",".join(name for name in dynamic_job.CASES if name in wanted)
-    script = pathlib.Path(__file__).with_name("dynamic_job.py")
-    command = [str(word) for word in (sys.executable, script, folder, names, STEPS)]
-    with (
-        running_reference(dynamic_job.__file__, folder, names, seconds=300),
-        cluster_that_goes_on(command, ENVIRONMENT, folder, ps=2) as cluster,
-    ):
-        chief = cluster.log_path("chief-0")
-        process = cluster.pids["chief-0"]
-        wait_for(chief, "batch 21.", 400, process)
-        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
-        wait_for(chief, "worker-1 was lost with batch", process=process)
-        (folder / "file").touch()
-        wait_for(chief, "\nresult {", process=process)
-    return folder, chief.read_text()
+def train(name, *callbacks):
+    """Trains, and evaluates ids of which some have no row."""
+    x, y = dynamic_job.data()
+    other = dynamic_job.as_ids(name, x[:40] + [0, 0, 0, 0, 1])
+    checked = tf.data.Dataset.from_tensor_slices((other, y[:40])).batch(12)
+    fit = {"validation_data": checked, "callbacks": list(callbacks)}
+    return dynamic_job.train(name, dynamic_job.as_ids(name, x), y, **fit)
 
 
-@pytest.mark.parametrize("case", dynamic_job.CASES)
-def test_synchronous_training_equals_one_process(job, case):
-    folder, log = job
-    expected = np.load(folder / f"{case}-reference.npz")
-    found = load(folder / f"{case}-chief-0.npz", log)
-    assert sorted(found) == sorted(expected) and len(found["table_keys"])
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
+def trained(strategy, name):
+    with options(strategy), strategy.scope():
+        model, table, found = train(name)
+        return found | dynamic_job.contents(model, table)
 
 
-@pytest.mark.cases("counted")
-def test_an_exported_model_predicts_the_same(job):
-    folder, log = job
-    ids = dynamic_job.as_ids("counted", dynamic_job.data()[0][:21])
-    exported = tf.saved_model.load(folder / "exported")
-    expected = load(folder / "counted-chief-0.npz", log)["predicted"]
-    np.testing.assert_allclose(exported.serve(ids), expected, atol=1e-6)
+@pytest.mark.processes
+@pytest.mark.parametrize("name", extended("plain", "filtered", "keras_rs"))
+def test_synchronous_training_equals_one_process(name):
+    found = run("sync22", trained, name=name).first
+    assert len(found["table_keys"])
+    assert_close(found, run("hybrid1", trained, name=name).first, 5e-5)
 
 
-@pytest.mark.cases("counted", others=True)
-def test_a_worker_is_killed_and_each_asynchronous_update_counts_once(job):
-    _, log = job
-    result = json.loads(re.search(r"^result (.*)$", log, re.MULTILINE)[1])
-    rows, counts = by_hand(STEPS)
-    assert result["keys"] == sorted(set(data(STEPS)[0].ravel().tolist()))
-    assert result["counts"] == counts.tolist()
-    np.testing.assert_allclose(result["rows"], rows, rtol=1e-5)
-    known = dict(zip(result["keys"], rows))
-    expected = [sum(known[key] for key in line) for line in data(1)[0].tolist()]
-    np.testing.assert_allclose(result["predicted"], expected, rtol=1e-5)
+class BreakOff(keras.callbacks.Callback):
+    """Ends training in the second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_second = epoch == 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_second and batch == 3:
+            raise InterruptedError
+
+
+def broken_off(strategy, folder):
+    """Breaks training off, goes on in another model, and writes it in all ways."""
+    folder, (x, y) = pathlib.Path(folder), dynamic_job.data()
+    ids = dynamic_job.as_ids("counted", x[:21])
+    with options(strategy), strategy.scope():
+        for last in [BreakOff()], []:
+            backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
+            publish = psp.callbacks.PublishTables(folder / "published", every=2)
+            with contextlib.suppress(InterruptedError):
+                model, table, found = train("counted", backup, publish, *last)
+        found |= dynamic_job.contents(model, table)
+        reader = psp.serving.TableReader(folder / "published", poll=None)
+        np.testing.assert_array_equal(reader.lookup(table.keys), table.table.numpy())
+        assert len(reader) == len(table.keys)
+        model.export(folder / "exported", verbose=False)
+        exported = tf.saved_model.load(folder / "exported")
+        np.testing.assert_allclose(exported.serve(ids), found["predicted"], atol=1e-6)
+        # Weights come into a model of other rows.
+        path = folder / "model.weights.h5"
+        model.save_weights(path)
+        dynamic_job.train_more(model, "counted", x[: dynamic_job.BATCH], y[: dynamic_job.BATCH])
+        model.load_weights(path)
+        for what, value in dynamic_job.contents(model, table).items():
+            np.testing.assert_array_equal(value, found[what], err_msg=what)
+        return found
+
+
+@pytest.mark.processes
+def test_synchronous_training_that_was_broken_off_equals_one_process(tmp_path):
+    found = run("sync22", broken_off, folder=tmp_path).first
+    expected = run("hybrid1", trained, name="counted").first
+    assert len(found["table_keys"])
+    assert_close(found, expected, 5e-5)
 
 
 def test_an_asynchronous_step_applies_a_gradient_once_and_always():

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.parameter_server.placement import shard_sizes
+from tests.support import jobs
+from tests.support.tables import for_each
 
 JOB = pathlib.Path(__file__).with_name("large_variable_job.py")
 GIB = 1 << 30
@@ -19,7 +20,7 @@ def largest(offsets, row_bytes):
     return max(end - first for first, end in zip(offsets, offsets[1:])) * row_bytes
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shape, shards, keeps_whole, expected",
     [
         # 2.5 GB on one server, and on two by the partitioner.
@@ -65,9 +66,8 @@ def available_gib():
 )
 @pytest.mark.skipif(available_gib() < NEEDED_GIB, reason=f"needs {NEEDED_GIB} GiB of free memory")
 def test_a_table_of_more_than_2_gb_on_one_server_is_saved_and_loaded(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
     command = [sys.executable, str(JOB), str(tmp_path)]
-    with LocalCluster(command, workers=1, chief=True, ps=1, env=environment) as cluster:
+    with LocalCluster(command, workers=1, chief=True, ps=1, env=jobs.environment()) as cluster:
         result = cluster.wait(540)
     # It takes long to end with that much memory: the others may not wait for it.
     assert result.exit_codes["chief-0"] == 0, result.tails()

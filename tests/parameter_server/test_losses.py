@@ -1,42 +1,27 @@
 """Errors of lost tasks are told apart from those of a step, as TensorFlow raises them."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.support import jobs
 
 JOB = pathlib.Path(__file__).with_name("losses_job.py")
 
 
-@pytest.fixture(scope="module")
-def found():
-    done = subprocess.run(
-        [sys.executable, "-u", str(JOB)],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=JOB.parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return {case: kinds for case, *kinds in lines}
-
-
-@pytest.mark.parametrize("case", ["check on a worker", "index on a server"])
-def test_errors_of_a_step_are_of_no_lost_task(found, case):
-    assert found[case] == ["InvalidArgumentError", False, False]
-
-
-@pytest.mark.parametrize("case", ["lost worker", "worker started again", "its tensors"])
-def test_errors_of_a_lost_worker(found, case):
-    assert found[case][1:] == [True, False]
-
-
-@pytest.mark.parametrize("case", ["lost server", "server started again"])
-def test_errors_of_a_lost_server(found, case):
-    assert found[case][1:] == [False, True]
+@pytest.mark.processes
+def test_errors_are_of_a_lost_worker_a_lost_server_or_a_step():
+    lines = jobs.run_script(JOB, may_show_errors=True, TF_CPP_MIN_LOG_LEVEL=3).splitlines()
+    found = [json.loads(line) for line in lines if line.startswith('["')]
+    kinds = {case: (is_worker, is_server) for case, _, is_worker, is_server in found}
+    assert kinds == {
+        "check on a worker": (False, False),
+        "index on a server": (False, False),
+        "lost worker": (True, False),
+        "worker started again": (True, False),
+        "its tensors": (True, False),
+        "lost server": (False, True),
+        "server started again": (False, True),
+    }
+    assert [name for _, name, *_ in found[:2]] == ["InvalidArgumentError"] * 2

@@ -1,18 +1,21 @@
 """Variables are spread evenly over parameter servers, in whatever order a model makes them."""
 
+import contextlib
 import math
 import pathlib
 import random
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from keras_psplus.cluster.testing import run_in_processes
-from keras_psplus.parameter_server.placement.balance import Placement, check_weights, weights_of
-
-JOB = pathlib.Path(__file__).with_name("placement_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-MIB = 1 << 20
+import keras_psplus as psp
+from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server.placement.balance import Placement, weights_of
+from tests.parameter_server.options import options
+from tests.support.cluster import equals_one_process, run
+from tests.support.tables import for_each
 
 PERCEPTRON = [
     shape
@@ -48,8 +51,8 @@ def worst(placement):
     return max(size / weight for size, weight in zip(sizes, placement.weights)) / sum(sizes)
 
 
-@pytest.mark.parametrize("shapes", [PERCEPTRON, CONVOLUTIONAL, ENCODER, FEW_ROWS])
-@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [1] * 6, [1, 2], [0.5, 0.5, 1]])
+@for_each("shapes", [PERCEPTRON, CONVOLUTIONAL, ENCODER, FEW_ROWS])
+@for_each("weights", [[1, 1], [1, 1, 1], [1] * 6, [1, 2], [0.5, 0.5, 1]])
 def test_no_server_has_more_than_a_tenth_above_its_part(shapes, weights):
     orders = [shapes, shapes[::-1], sorted(shapes, key=math.prod)]
     orders += [random.Random(seed).sample(shapes, len(shapes)) for seed in range(10)]
@@ -111,20 +114,104 @@ def test_servers_of_one_host_share_its_link():
         weights_of(["a:1", "b:1"], [1])
 
 
-@pytest.mark.parametrize("weights", [[], "ab", [1, 0], [1, -2], [1, float("inf")], [True], 3])
-def test_unfit_weights_are_refused(weights):
-    with pytest.raises(ValueError, match=r"`ps_weights` must be .* Received: ps_weights="):
-        check_weights(weights)
+# Two servers, of which the second one is to have two thirds of the bytes.
+
+IDS, STEPS, BATCH = 1001, 6, 16
+random_ = np.random.default_rng(0)
+ids = random_.integers(0, IDS, (STEPS * BATCH, 3)).astype("int32")
+labels = random_.normal(size=(STEPS * BATCH, 1)).astype("float32")
 
 
-def test_training_with_cut_variables_in_processes():
-    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=560, env=ENVIRONMENT)
-    log = result.logs["chief-0"]
-    assert "all cases are as expected" in log
-    assert "'placed' on 3 parameter servers: 6 variables, 2 of them cut" in log
+def made():
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.layers.Embedding(IDS, 64),
+        keras.layers.Flatten(),
+        keras.layers.Dense(701, activation="tanh"),
+        keras.layers.Dense(5, activation="tanh"),
+        keras.layers.Dense(1, use_bias=False),
+    ]
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers], name="placed")
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
 
 
+def fit(model):
+    model.fit(ids, labels, batch_size=BATCH, shuffle=False, verbose=0)
+
+
+def rows_of_shards(model):
+    return [shard.shape[0] for shard in model.layers[0].embeddings.value.shards]
+
+
+def cut(strategy):
+    with options(strategy, mode="sync"):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = made()
+        fit(model)
+        if strategy is None:
+            return model, {}
+        # Not as TensorFlow cuts.
+        assert len(set(rows_of_shards(model))) > 1, rows_of_shards(model)
+        variables = model.trainable_variables
+        for slot, variable in zip(model.optimizer._momentums, variables, strict=True):
+            of_slot, of_variable = (
+                [part.device for part in getattr(v.value, "shards", [v.value])]
+                for v in (slot, variable)
+            )
+            assert of_slot == of_variable
+        sizes = reports.bytes_on_ps([*model.variables, *model.optimizer.variables], 2)
+        for size, weight in zip(sizes, (1, 2), strict=True):
+            assert size <= 1.1 * sum(sizes) * weight / 3, sizes
+        # Rows that are looked up are those that are written.
+        found = model.layers[0](ids[:5])
+        np.testing.assert_array_equal(found, model.get_weights()[0][ids[:5]])
+        return model, {}
+
+
+@pytest.mark.processes
 def test_synchronous_training_with_cut_variables_equals_one_process():
-    env = {**ENVIRONMENT, "PLACEMENT_MODE": "sync"}
-    result = run_in_processes(JOB, workers=2, ps=3, chief=True, timeout=560, env=env)
-    assert "all cases are as expected" in result.logs["chief-0"]
+    log = equals_one_process("async22", cut, tolerance=1e-4).logs["chief-0"]
+    assert "'placed' on 2 parameter servers: 6 variables, 2 of them cut" in log
+
+
+def files_of_other_placements_load(strategy, folder):
+    folder = pathlib.Path(folder)
+
+    def restored(path, rows):
+        with strategy.scope():
+            # A layer before it: each of its variables is cut elsewhere.
+            keras.layers.Dense(300).build((None, rows))
+            model = made()
+            model.optimizer.build(model.trainable_variables)
+        tf.train.Checkpoint(model=model).read(path).assert_existing_objects_matched()
+        return model
+
+    def values(model):
+        return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
+
+    def check(model, expected):
+        for a, b in zip(values(model), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    with options(strategy):
+        with psp.single_process():
+            alone = made()
+            fit(alone)
+            alone.save(folder / "alone.keras")
+            tf.train.Checkpoint(model=alone).write(str(folder / "alone"))
+        with strategy.scope():
+            loaded = keras.models.load_model(folder / "alone.keras")
+        check(loaded, values(alone))
+        check(restored(str(folder / "alone"), 217), values(alone))
+        fit(loaded)
+        tf.train.Checkpoint(model=loaded).write(str(folder / "cut"))
+        other = restored(str(folder / "cut"), 111)
+        assert rows_of_shards(loaded) != rows_of_shards(other)
+        check(other, values(loaded))
+
+
+@pytest.mark.processes
+@pytest.mark.extended
+def test_files_of_other_placements_load(tmp_path):
+    run("async22", files_of_other_placements_load, folder=tmp_path)

@@ -17,6 +17,7 @@ from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Lane
 from keras_psplus.parameter_server.scheduling.workers import RemoteWorker
 from keras_psplus.parameter_server.tracing import losses
+from tests.support.tables import for_each
 
 SECONDS = 20
 NOTHING = tf.function(lambda: 1).get_concrete_function()
@@ -72,7 +73,8 @@ def updates(monkeypatch):
     )
     stub = types.SimpleNamespace(context=lambda: context, get_server_def=lambda: definition)
     monkeypatch.setattr(connecting, "context", stub)
-    monkeypatch.setattr(membership, "_SETTLE_SECONDS", 0.0)
+    for name in "_SETTLE_SECONDS", "_RETRY_SECONDS", "_ASK_SECONDS":
+        monkeypatch.setattr(membership, name, 0.01)
     return state
 
 
@@ -153,7 +155,7 @@ def test_closures_overlap_that_may(queue):
     for _ in range(3):
         Lane(worker, queue)
     assert alone.begun.wait(SECONDS)
-    assert not any(closure.begun.wait(0.3) for closure in pair)
+    assert not any(closure.begun.wait(0.1) for closure in pair)
     alone.may_end.set()
     assert all(closure.begun.wait(SECONDS) for closure in pair)
     for closure in pair:
@@ -172,13 +174,13 @@ def test_a_worker_is_taken_back_between_closures(queue, updates, silent):
         with queue.holding():
             silent.clear()
             # ... and what is under way ends before it is taken back.
-            assert not updates.begun.wait(1.5)
+            assert not updates.begun.wait(0.2)
         queue.end(running)
     assert updates.begun.wait(SECONDS)
     after = Scripted()
     Lane(RemoteWorker(0), queue)
     queue.put(after, 0)
-    assert not after.begun.wait(0.3) and not back.is_set()
+    assert not after.begun.wait(0.1) and not back.is_set()
     updates.may_end.set()
     assert back.wait(SECONDS) and after.begun.wait(SECONDS)
     with queue.changed:
@@ -305,7 +307,7 @@ def test_resources_are_made_anew_after_a_loss():
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("job", ["worker", "ps"])
+@for_each("job", ["worker", "ps"])
 def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
     text = f"Assigned device '/job:{job}/replica:0/task:0/device:CPU:0' does not match any device"
     known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
@@ -319,7 +321,7 @@ def test_a_worker_that_is_being_taken_in_is_not_there_yet():
     assert losses.is_of_worker(error) and not losses.is_server_loss(error)
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
+@for_each("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
     error = tf.errors.InvalidArgumentError(None, None, f"{text} [Op:__inference_step_376]")

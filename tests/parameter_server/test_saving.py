@@ -1,83 +1,203 @@
 """A model's files mean the same with parameter servers and without."""
 
-import os
+import contextlib
 import pathlib
-import subprocess
-import sys
+from unittest import mock
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-JOB = pathlib.Path(__file__).with_name("saving_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-FILES = ["keras", "weights", "checkpoint"]
+from keras_psplus.parameter_server.placement import shard_sizes
+from tests.parameter_server.options import options
+from tests.support.cluster import run
+from tests.support.results import assert_close
+from tests.support.tiers import extended
 
+pytestmark = pytest.mark.processes
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the job has left its files."""
-    folder = tmp_path_factory.mktemp("saving")
-    path = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    environment.pop("TF_CONFIG", None)
-    process = subprocess.run(
-        [sys.executable, JOB, folder], env=environment, capture_output=True, text=True, timeout=150
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    return folder
+random = np.random.default_rng(0)
+x = random.integers(0, 20, (64, 4)).astype("int32")
+y = random.normal(size=(64, 1)).astype("float32")
 
 
-@pytest.fixture(params=["whole", "sharded"])
-def kind(request):
-    """How variables lay on the parameter servers."""
-    return request.param
+class Unsaveable(keras.layers.Layer):
+    """Its state cannot be written while `broken` is set, as if its parameter server had died."""
+
+    broken = False
+
+    def call(self, x):
+        return x
+
+    def save_own_variables(self, store):
+        if Unsaveable.broken:
+            raise OSError("broken")
+        super().save_own_variables(store)
 
 
-def read(folder, name):
-    with np.load(folder / f"{name}.npz") as arrays:
-        return dict(arrays)
+def made():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,), dtype="int32")
+    h = keras.layers.Embedding(20, 6)(inputs)
+    h = keras.layers.Flatten()(h)
+    h = keras.layers.Dense(9, activation="relu")(h)
+    h = keras.layers.BatchNormalization()(h)
+    h = keras.layers.Dropout(0.3, seed=5)(h)
+    h = Unsaveable()(keras.layers.Dense(1)(h))
+    model = keras.Model(inputs, h)
+    # Slots of several kinds, an average of the weights among them.
+    optimizer = keras.optimizers.Adam(0.01, amsgrad=True, use_ema=True, weight_decay=0.01)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    return model
 
 
-def assert_same(found, expected, atol=0.0):
-    assert sorted(found) == sorted(expected)
-    for key in expected:
-        # Predictions are computed in batches of another size, maybe.
-        tolerance = max(atol, 1e-6) if key == "predictions" else atol
-        np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=tolerance, err_msg=key)
+def train(model):
+    """A few steps, one after the other: the same whoever takes them."""
+    for _ in range(3):
+        model.train_on_batch(x, y)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_parameter_servers_load_what_one_process_saved(name, folder, kind):
-    assert_same(read(folder, f"{kind}.loaded_{name}"), read(folder, "alone.trained"))
+def checkpoint(model):
+    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
 
 
-def test_training_goes_on_as_in_one_process(folder, kind):
-    expected = read(folder, "alone.continued")
-    assert_same(read(folder, f"{kind}.continued"), expected, atol=1e-5)
-    before = read(folder, "alone.trained")
-    assert not np.allclose(expected["predictions"], before["predictions"], atol=1e-3)
+def save(model, folder):
+    folder.mkdir()
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    checkpoint(model).write(str(folder / "checkpoint"))
 
 
-def test_weights_are_loaded_over_others(folder, kind):
-    assert_same(read(folder, f"{kind}.loaded_again"), read(folder, "alone.trained"))
+def loaded(folder):
+    """A model for each kind of file in a folder, by name."""
+    by_weights, by_checkpoint = made(), made()
+    by_weights.load_weights(folder / "model.weights.h5")
+    checkpoint(by_checkpoint).read(str(folder / "checkpoint")).assert_consumed()
+    custom = {"Unsaveable": Unsaveable}
+    return {
+        "keras": keras.models.load_model(folder / "model.keras", custom_objects=custom),
+        "weights": by_weights,
+        "checkpoint": by_checkpoint,
+    }
 
 
-def test_one_process_loads_what_parameter_servers_saved(folder, kind):
-    from . import saving_job
+def state(name, model):
+    """The values of a model and its optimizer, by place, and what it predicts."""
+    # Keras saves the states of seed generators in none of its files.
+    kept = [v for v in model.variables if v.name != "seed_generator_state"]
+    values = {f"{name}/model/{i}": v.numpy() for i, v in enumerate(kept)}
+    values |= {f"{name}/slots/{i}": v.numpy() for i, v in enumerate(model.optimizer.variables)}
+    return values | {f"{name}/predictions": model.predict(x, verbose=0)}
 
-    # The job's last two attempts to save failed: the files are those from before.
-    assert not [path for path in (folder / kind).iterdir() if path.name.startswith(".")]
-    expected = read(folder, f"{kind}.trained")
-    for model in saving_job.loaded(folder / kind).values():
-        assert_same(saving_job.state(model), expected)
+
+def of_one_process(folder):
+    """Trains, saves, loads, and trains on."""
+    folder = pathlib.Path(folder)
+    model = made()
+    train(model)
+    save(model, folder / "alone")
+    found = state("trained", model)
+    model = loaded(folder / "alone")["keras"]
+    train(model)
+    return found | state("continued", model)
 
 
-def test_an_export_predicts_the_same_without_parameter_servers(folder, kind):
-    import tensorflow as tf
+def of_servers(strategy, folder, shards):
+    folder, found = pathlib.Path(folder), {}
+    with contextlib.ExitStack() as stack:
+        # Some of the variables that are cut are made as large ones are, the others by TensorFlow.
+        stack.enter_context(mock.patch.object(shard_sizes, "LARGE_BYTES", 800))
+        stack.enter_context(options(strategy, partitioner=shards))
+        stack.callback(setattr, Unsaveable, "broken", False)
+        with strategy.scope():
+            models = loaded(folder / "alone")
+        for name, model in models.items():
+            check_placement(strategy, model, shards)
+            found |= state(f"loaded {name}", model)
+        model = models["keras"]
+        train(model)
+        found |= state("continued", model)
+        # Over one that has been trained, too.
+        model.load_weights(folder / "alone" / "model.weights.h5")
+        found |= state("loaded again", model)
+        halved = [0.5 * w for w in model.get_weights()]
+        model.set_weights(halved)
+        for expected, value in zip(halved, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(value, expected)
 
-    from . import saving_job
+        model.fit(x, y, batch_size=16, verbose=0)
+        save(model, folder / "served")
+        found |= state("trained", model)
+        with strategy.scope():
+            model.export(folder / "export", verbose=False)
+        check_placement(strategy, model, shards)
+        # Training goes on after an export, on the parameter servers.
+        train(model)
+        assert not np.array_equal(model.get_weights()[0], found["trained/model/0"])
+        # Files stay as they are where one cannot be written.
+        Unsaveable.broken = True
+        for write, name in (model.save, "model.keras"), (model.save_weights, "model.weights.h5"):
+            with pytest.raises(OSError, match="broken"):
+                write(folder / "served" / name)
+        assert not [path for path in (folder / "served").iterdir() if path.name.startswith(".")]
+    return found
 
-    exported = tf.saved_model.load(str(folder / kind / "export"))
-    predictions = exported.serve(saving_job.x).numpy()
-    expected = read(folder, f"{kind}.trained")["predictions"]
-    np.testing.assert_allclose(predictions, expected, rtol=0, atol=1e-6)
+
+def check_placement(strategy, model, shards):
+    """Every variable is on parameter servers, and each slot beside its variable."""
+    for variable in model.variables:
+        assert strategy.extended.has_made(variable._value), variable.path
+    optimizer = model.optimizer
+    for slots in (optimizer._momentums, optimizer._velocities, optimizer._velocity_hats):
+        for variable, slot in zip(model.trainable_variables, slots, strict=True):
+            assert servers_of(slot) == servers_of(variable), slot.path
+            # A bias of one number cannot be cut.
+            parts = 2 if shards and variable.shape[0] > 1 else 1
+            assert len(set(servers_of(variable))) == parts, variable.path
+
+
+def servers_of(variable):
+    """The parameter server of each part of a Keras variable."""
+    parts = getattr(variable._value, "shards", [variable._value])
+    devices = [part.device for part in parts]
+    assert all("/job:ps/" in device for device in devices), (variable.path, devices)
+    return devices
+
+
+def of_another_process(folder):
+    """Loads what parameter servers have saved."""
+    folder, found = pathlib.Path(folder), {}
+    for name, model in loaded(folder / "served").items():
+        found |= state(name, model)
+    exported = tf.saved_model.load(str(folder / "export"))
+    return found | {"exported": exported.serve(x).numpy()}
+
+
+def assert_same(found, name, expected, wanted, tolerance=0.0):
+    """What begins with a name is the same as what begins with another one."""
+
+    def of(arrays, name):
+        begin = f"{name}/"
+        return {key.removeprefix(begin): arrays[key] for key in arrays if key.startswith(begin)}
+
+    found, expected = of(found, name), of(expected, wanted)
+    # Predictions are computed in batches of another size, maybe.
+    last = [{"": arrays.pop("predictions")} for arrays in (found, expected)]
+    assert_close(*last, max(tolerance, 1e-6))
+    assert_close(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("shards", [2, *extended(None)])
+def test_models_go_to_parameter_servers_and_back(shards, tmp_path):
+    alone = run("plain", of_one_process, folder=tmp_path).first
+    served = run("async_threads", of_servers, folder=tmp_path, shards=shards).first
+    for name in ("loaded keras", "loaded weights", "loaded checkpoint", "loaded again"):
+        assert_same(served, name, alone, "trained")
+    assert_same(served, "continued", alone, "continued", 1e-5)
+    assert not np.allclose(alone["continued/predictions"], alone["trained/predictions"], atol=1e-3)
+    back = run("plain", of_another_process, folder=tmp_path).first
+    for name in ("keras", "weights", "checkpoint"):
+        assert_same(back, name, served, "trained")
+    np.testing.assert_allclose(back["exported"], served["trained/predictions"], rtol=0, atol=1e-6)

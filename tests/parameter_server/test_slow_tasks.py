@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -14,20 +12,19 @@ from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
 from keras_psplus.parameter_server.tracing.traffic import CallCosts, TrafficSummary
 from keras_psplus.parameter_server.tracing.transfer_timer import READ, SEND, Part, TransferTimer
 from tests.cluster.test_trace import check
+from tests.support import jobs
+from tests.support.tiers import extended
 
 JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
 
 
-@pytest.mark.parametrize(("mode", "cause"), [("sync", "compute"), ("async", "data")])
+@pytest.mark.processes
+@pytest.mark.parametrize(("mode", "cause"), [("sync", "compute"), *extended(("async", "data"))])
 def test_in_a_job(mode, cause, tmp_path):
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
     flags = ["--workers=2", "--ps=2", f"--json_log={log}", f"--log_dir={tmp_path}/logs"]
     flags += [f"--trace={trace}", "--trace_steps=2", "--timeout=400"]
-    command = [sys.executable, "-m", "keras_psplus", "run", *flags]
-    command += [str(JOB), str(tmp_path), mode, cause]
-    done = subprocess.run(command, cwd=JOB.parents[2], capture_output=True, text=True, timeout=420)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
+    output = jobs.launch(*flags, JOB, tmp_path, mode, cause, timeout=420)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert any("worker-1" in line["parts"] for line in lines if line["event"] == "steps")
     found = [line for line in lines if line["event"] == "step_times"]

@@ -1,11 +1,13 @@
-"""A worker that joins a running job has its chief's versions, or is refused."""
+"""Workers that join have their chief's versions and as many GPUs as others, or are refused."""
 
 import pytest
 
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.serving import control, serve
 from keras_psplus.errors import ClusterStartupError
+from keras_psplus.parameter_server.extended import gpus_per_worker
 from keras_psplus.parameter_server.startup import Servers
+from tests.support.tables import for_each
 
 
 class Lease:
@@ -72,3 +74,26 @@ def test_a_worker_that_does_not_say_its_versions_is_refused(
 
 def test_a_server_of_tensorflow_s_own_comes_back_to_a_fixed_number(monkeypatch):
     servers_with(monkeypatch, ConnectionError("refused"), False).admit("worker-1")
+
+
+def gpus(*counts):
+    return [
+        f"/job:worker/replica:0/task:{task}/device:GPU:{i}"
+        for task, count in enumerate(counts)
+        for i in range(count)
+    ]
+
+
+def test_one_gpu_or_none_on_each_worker():
+    assert gpus_per_worker([], range(3)) == 0
+    assert gpus_per_worker(gpus(1, 1), range(2)) == 1
+    # The others' are of no concern.
+    assert gpus_per_worker(["/job:chief/replica:0/task:0/device:GPU:0", *gpus(1, 1)], range(2)) == 1
+    assert gpus_per_worker(["/job:ps/replica:0/task:0/device:GPU:0"], range(2)) == 0
+
+
+@for_each("counts", [(1, 0), (0, 1), (2, 2), (1, 2)])
+def test_unequal_or_several_gpus_are_refused(counts):
+    told = f"Received: GPUs of worker-0: {counts[0]}, worker-1: {counts[1]}"
+    with pytest.raises(ValueError, match=told):
+        gpus_per_worker(gpus(*counts), range(2))

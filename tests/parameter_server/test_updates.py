@@ -1,210 +1,261 @@
 """Update policies under parameter servers, beside what one process computes on the same batches."""
 
-import json
-import os
-import pathlib
-import re
-import signal
-import subprocess
-import sys
+import contextlib
 
 import keras
 import numpy as np
 import pytest
 
-import keras_psplus as psp
 from keras_psplus import updates
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.testing import run_in_processes
-from tests.all_reduce.updates_job import (
-    dense,
-    fit,
-    problem,
-    slices,
-    trained_on_larger_batches,
-    weights_of,
+from tests.all_reduce import updates_cases
+from tests.all_reduce.updates_cases import ACCUMULATED, dense, embedding, fit, problem
+from tests.parameter_server.options import options
+from tests.support import parts
+from tests.support.cluster import equals_one_process, reference, run
+from tests.support.results import assert_all_close, assert_close, assert_same, weights_of
+from tests.support.tiers import extended
+
+pytestmark = pytest.mark.processes
+
+
+def training(strategy, policy, compression=None):
+    """Context in which one worker trains variables that are cut; in plain Keras, of nothing."""
+    stack = contextlib.ExitStack()
+    if strategy is not None:
+        stack.enter_context(
+            options(strategy, updates=policy, compression=compression, partitioner=2)
+        )
+        stack.enter_context(strategy.scope())
+    return stack
+
+
+def sent(strategy):
+    """Bytes of gradients that have been sent."""
+    found = [one for one in strategy.communication.traffic() if one.direction == "gradient"]
+    return sum(one.logical_bytes for one in found)
+
+
+def named(kind, weights):
+    return {f"{kind}/{i}": weight for i, weight in enumerate(weights)}
+
+
+def size_of(weights):
+    return sum(weight.nbytes for weight in weights)
+
+
+def accumulated(strategy, name):
+    with training(strategy, updates.Accumulate(**ACCUMULATED[name][1])):
+        model = updates_cases.train_accumulated(strategy, name)
+        number = updates_cases.number_of_updates(model)
+        return model, {"updates": number, "sent": sent(strategy)}
+
+
+# Under parameter servers nothing runs eagerly; "optimizers" is "flush" without the flush.
+@pytest.mark.parametrize(
+    "name", ["flush", "embedding", *extended("places", "own_step", "loss_scale")]
 )
-from tests.parameter_server.accumulation_and_local_sgd_job import RATE
-from tests.parameter_server.test_modes import CLUSTER
-from tests.parameter_server.updates_job import (
-    ACCUMULATED,
-    LOCAL,
-    RESUMED,
-    embedding_accumulated_by_keras,
-    everything,
-)
-from tests.parameter_server.waiting import cluster_that_goes_on, wait_for
-from tests.selection import cases, of_kind
-
-JOB = pathlib.Path(__file__).with_name("updates_job.py")
-REAL_JOB = pathlib.Path(__file__).with_name("accumulation_and_local_sgd_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """What one worker has come to, and the numbers of each case."""
-    folder = tmp_path_factory.mktemp("updates")
-    environment = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(folder), *cases(request)],
-        env=environment | ENVIRONMENT | {"PYTHONPATH": python_path(os.environ)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    with np.load(folder / "results.npz") as arrays:
-        return dict(arrays), json.loads((folder / "numbers.json").read_text())
-
-
-def assert_close(got, model, tolerance=2e-6):
-    assert len(got) == len(model.get_weights()) > 0
-    for weight, expected in zip(got, model.get_weights()):
-        np.testing.assert_allclose(weight, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", of_kind("accumulated", ACCUMULATED))
-def test_accumulating_equals_one_process_on_larger_batches(name, job):
-    model, _ = trained_on_larger_batches(name)
-    results, numbers = job
-    got = weights_of(results, f"accumulated {name}")
-    assert_close(got, model)
-    iterations, sent = numbers[f"accumulated {name}"]
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    assert iterations == int(optimizer.iterations) > 0
+def test_accumulating_equals_one_process_on_larger_batches(name):
+    expected = reference(updates_cases.on_larger_batches, name=name)
+    found = run("async_threads", accumulated, name=name).first
+    assert_all_close(weights_of(found), weights_of(expected), 2e-6)
+    assert found["updates"] == expected["updates"] > 0
     if name not in ("embedding", "places"):
-        assert sent == iterations * sum(weight.nbytes for weight in got)
+        assert found["sent"] == found["updates"] * size_of(weights_of(found))
 
 
-@pytest.mark.cases("by keras")
-def test_keras_own_accumulation_sends_once_for_each_update(job):
-    keras.utils.set_random_seed(1)
-    model = dense(keras.optimizers.SGD(0.3, gradient_accumulation_steps=3))
-    x, y = problem()
-    for rows in slices() * 2:
-        model.train_on_batch(x[rows], y[rows])
-    results, numbers = job
-    assert_close(weights_of(results, "by keras"), model)
-    # Eight batches.
-    assert numbers["by keras"] == [2 * sum(weight.nbytes for weight in model.get_weights())]
+def accumulated_by_keras(strategy):
+    """Keras's own accumulation: the gradients of five of eight batches, then a sum."""
+    with training(strategy, None):
+        model = dense(keras.optimizers.SGD(0.3, gradient_accumulation_steps=3))
+    fit(model, 2)
+    assert strategy is None or sent(strategy) == 2 * size_of(model.get_weights())
+    return model, {}
 
 
-@pytest.mark.cases("by keras")
-def test_rows_that_keras_accumulates_are_summed(job):
-    model = embedding_accumulated_by_keras()
-    fit(model, epochs=2)
-    assert_close(weights_of(job[0], "rows by keras"), model)
+def rows_accumulated_by_keras(strategy):
+    with training(strategy, None):
+        model = embedding()
+        # Squares of sums are not sums of squares.
+        model.compile(keras.optimizers.Adam(0.02, gradient_accumulation_steps=3), "mse")
+        fit(model, 2)
+    return model, {}
 
 
-@pytest.mark.cases("finished")
-def test_what_waits_is_known_and_can_be_sent(job):
-    keras.utils.set_random_seed(1)
-    model = dense("sgd")
-    x, y = problem()
-    for rows in (slice(0, 30), slice(30, 37)):
-        model.train_on_batch(x[rows], y[rows])
-    results, numbers = job
-    assert numbers["finished"] == [{"0": 1}, 1, {}, 2]
-    assert_close(weights_of(results, "finished"), model)
+class Look(keras.callbacks.Callback):
+    """Evaluates in the middle of a round."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.evaluate(*problem(), verbose=0)
+            self.weights = self.model.get_weights()
 
 
-@pytest.mark.parametrize("name", of_kind("local", LOCAL))
-def test_steps_alone_of_one_worker_come_to_the_same(name, job):
-    _, build = LOCAL[name]
-    keras.utils.set_random_seed(1)
-    model = build()
-    fit(model)
-    results, numbers = job
-    got = weights_of(results, f"local {name}")
-    for value, expected in zip(got, everything(model), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
-    size = sum(weight.nbytes for weight in model.get_weights())
-    # Epochs of four batches. Momenta, and moving averages of weights, are sent as well.
-    rounds = {"post-local": 2 * (6 + 1 + 2), "embedding": 2 * 6, "loss_scale": 6}
-    assert numbers[f"local {name}"] == rounds[name] * size
-
-
-@pytest.mark.cases("looked at")
-def test_who_evaluates_sees_the_steps_that_were_taken_alone(job):
-    keras.utils.set_random_seed(1)
-    model = dense("sgd")
-    x, y = problem()
-    for rows in slices()[:2]:
-        model.train_on_batch(x[rows], y[rows])
-    assert_close(weights_of(job[0], "looked at"), model)
-
-
-@pytest.mark.cases("refused")
-def test_an_optimizer_that_cannot_be_copied_is_refused(job):
-    message = job[1]["refused"]
-    assert "an attribute of the model" in message
-    assert "Received: " in message
-
-
-@pytest.mark.parametrize("name", of_kind("resumed", RESUMED))
-def test_resumed_training_is_as_if_never_interrupted(name, job):
-    whole, resumed = (weights_of(job[0], f"{kind} {name}") for kind in ("whole", "resumed"))
-    assert len(whole) == len(resumed) > 0
-    for weight, expected in zip(resumed, whole):
-        np.testing.assert_array_equal(weight, expected)
+def looked_at(strategy):
+    """Who evaluates sees the steps that were taken alone."""
+    with training(strategy, updates.LocalSGD(100)):
+        model, look = dense("sgd"), Look()
+        fit(model, 1, [look])
+    return named("weights", look.weights)
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"updates": updates.DiLoCo(4)},
-        {"updates": 4},
-        {"mode": "sync", "updates": updates.Accumulate(2)},
-        {"max_staleness": 2, "updates": updates.Accumulate(2)},
-        {"mode": "sync", "backup_workers": 1, "updates": updates.LocalSGD(2)},
-    ],
-    ids=["diloco", "no_updates", "sync", "staleness", "backup_workers"],
+    "case",
+    [accumulated_by_keras, rows_accumulated_by_keras, looked_at],
+    ids=lambda case: case.__name__,
 )
-def test_what_has_no_meaning_is_refused_before_anything_starts(arguments, monkeypatch):
-    # In a server, where the constructor would not return.
-    monkeypatch.setenv("TF_CONFIG", CLUSTER)
-    with pytest.raises(ValueError, match="`updates` .*Received: updates="):
-        psp.ParameterServerStrategy(**arguments)
+def test_equals_one_process(case):
+    equals_one_process("async_threads", case, tolerance=2e-6)
 
 
-def result_of(log):
-    (line,) = [line for line in log.splitlines() if line.startswith("result ")]
-    return json.loads(line.removeprefix("result "))
+def finished(strategy):
+    """What an epoch leaves waits, is known of, and is sent when the script says so."""
+    # A compressor that loses nothing sees the sums.
+    with training(strategy, updates.Accumulate(3), "topk:1.0"):
+        model = dense("sgd")
+        fit(model, 1)
+        updating, iterations = strategy._context.updating, model.optimizer.iterations
+        assert (updating.pending, int(iterations.numpy())) == ({0: 1}, 1)
+        strategy.finish_updates(model.optimizer)
+        strategy.finish_updates(model.optimizer)
+        assert (updating.pending, int(iterations.numpy())) == ({}, 2)
+        return model, {}
 
 
-def test_a_killed_worker_loses_what_it_has_summed_and_no_more(tmp_path):
-    command = [sys.executable, str(REAL_JOB), "accumulate"]
-    with cluster_that_goes_on(command, ENVIRONMENT, tmp_path) as cluster:
-        chief = cluster.log_path("chief-0")
-        wait_for(chief, "batch 40.", seconds=120)
-        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
-        wait_for(chief, "\nresult {", seconds=90)
-    log = chief.read_text()
-    found = result_of(log)
+def finished_in_one_process():
+    model, (x, y) = dense("sgd"), problem()
+    for rows in (slice(0, 30), slice(30, 37)):
+        model.train_on_batch(x[rows], y[rows])
+    return model, {}
+
+
+def test_what_waits_is_known_and_can_be_sent():
+    found = run("async_threads", finished).first
+    assert_close(found, reference(finished_in_one_process), 2e-6)
+
+
+def scaled_adam():
+    adam = keras.optimizers.Adam(0.02)
+    return dense(keras.optimizers.LossScaleOptimizer(adam, initial_scale=2.0**8))
+
+
+# Of one worker alone, they come to the same as without the policy. How often all weights are sent,
+# in epochs of four batches; momenta, and moving averages of weights, are sent as well.
+LOCAL = {
+    "post-local": (
+        updates.LocalSGD(3, start_step=6),
+        lambda: dense(keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.8)),
+        2 * (6 + 1 + 2),
+    ),
+    "embedding": (updates.LocalSGD(2, average_slots=True), embedding, 2 * 6),
+    "loss_scale": (updates.LocalSGD(3), scaled_adam, 6),
+}
+
+
+def local(strategy, name):
+    policy, build, rounds = LOCAL[name]
+    with training(strategy, policy):
+        model = build()
+        fit(model)
+        assert strategy is None or sent(strategy) == rounds * size_of(model.get_weights())
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return model, {f"slot {i}": variable.numpy() for i, variable in enumerate(inner.variables)}
+
+
+@pytest.mark.parametrize("name", ["post-local", *extended("embedding", "loss_scale")])
+def test_steps_alone_of_one_worker_come_to_the_same(name):
+    equals_one_process("async_threads", local, tolerance=2e-6, name=name)
+
+
+def refused(strategy):
+    with training(strategy, updates.LocalSGD(3)):
+        model = updates_cases.OfParts(keras.optimizers.SGD(0.1))
+        model.compile()
+        with pytest.raises(ValueError, match=r"(?s)an attribute of the model.*Received: "):
+            fit(model)
+
+
+def test_an_optimizer_that_cannot_be_copied_is_refused():
+    run("async_threads", refused)
+
+
+RESUMED = {
+    "accumulate": (updates.Accumulate(3), "int8", embedding),
+    "local": (updates.LocalSGD(3), "topk:0.3", updates_cases.with_dropout),
+}
+
+
+def resumed(strategy, name, folder):
+    policy, compression, build = RESUMED[name]
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(1)
+        with training(strategy, policy, compression):
+            model = build()
+            fit(model, 4, callbacks)
+            return model.get_weights()
+
+    # Workers that step alone send what they have for a backup.
+    backup = keras.callbacks.BackupAndRestore(folder, save_freq=3)
+    found = named("whole", train(*([backup] if policy.local else [])))
+    return found | named("resumed", parts.resumed(train, 1, save_freq=3))
+
+
+@pytest.mark.parametrize("name", ["local", *extended("accumulate")])
+def test_resumed_training_is_as_if_never_interrupted(name, tmp_path):
+    found = run("async_threads", resumed, name=name, folder=tmp_path).first
+    assert_same(weights_of(found, "resumed"), weights_of(found, "whole"))
+
+
+# Two workers; the gradient is one, whatever the weights are. `test_jobs.py` kills one of them.
+
+WIDTH, RATE = 1000, 0.5
+
+
+def of_ones(strategy, policy, batches, *callbacks):
+    """A model after two epochs, and how many bytes of its kernel were sent and read."""
+    with options(strategy, updates=policy), strategy.scope():
+        zeros = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((WIDTH,)), zeros])
+        model.compile(keras.optimizers.SGD(RATE), lambda y, output: output)
+        x = np.ones((2 * batches, WIDTH), "float32")
+        fit = dict(batch_size=2, epochs=2, verbose=0, callbacks=list(callbacks))
+        model.fit(x, x[:, :1], **fit)
+        traffic = {one.direction: one for one in strategy.communication.traffic()}
+        found = {kind: traffic[kind].wire_bytes // (4 * WIDTH) for kind in ("gradient", "pull")}
+        return found | {"iterations": model.optimizer.iterations.numpy()}
+
+
+def summed_by_two(strategy):
+    return of_ones(strategy, updates.Accumulate(4, flush=True), 30)
+
+
+def test_two_workers_send_sums():
+    found = run("async22", summed_by_two).first
     # Of 30 batches, each worker has updated with every four, and with the rest at the epoch's end.
-    assert 16 <= found["first"] <= 18
-    assert found["first_traffic"] == {"gradient": 4000 * found["first"], "pull": 4000 * 60}
-    lost = re.search(r"worker-1 was lost with the gradients of (\d+) batch\(es\)", log)
-    assert lost, log[-4000:]
-    assert int(lost[1]) > 0
-    # Every batch is with one of them.
-    assert found["pending"] == {"0": 120 - int(lost[1])}
-    assert (found["before"], found["finished"], found["after"]) == ([0.0], 1, [-RATE])
+    assert 16 <= found["iterations"] <= 18
+    assert found["gradient"] == found["iterations"] and found["pull"] == 60
 
 
-def test_two_workers_add_up_what_they_have_changed(tmp_path):
-    result = run_in_processes(
-        REAL_JOB, workers=2, ps=1, chief=True, timeout=560, env=ENVIRONMENT, args=["local"]
-    )
-    found = result_of(result.logs["chief-0"])
+class Seen(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.means = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.means.append(self.model.get_weights()[0].mean())
+
+
+def alone_by_two(strategy):
+    seen = Seen()
+    return of_ones(strategy, updates.LocalSGD(5), 42, seen) | {"seen": seen.means}
+
+
+def test_two_workers_add_up_what_they_have_changed():
+    found = run("async22", alone_by_two).first
     # Each step counts once, and its change by half; callbacks see all of it at an epoch's end.
     assert found["iterations"] == 84
-    assert found["seen"] == [-RATE * 42 / 2, -RATE * 84 / 2]
+    assert found["seen"].tolist() == [-RATE * 42 / 2, -RATE * 84 / 2]
     # Of 42 steps, each worker begins a round with every five.
-    rounds = found["traffic"]["gradient"] / 4000
-    assert 2 * 9 <= rounds <= 2 * 10
+    assert 2 * 9 <= found["gradient"] <= 2 * 10
     # Each round reads once, and so may a worker that comes late to its first copies.
-    extra = found["traffic"]["pull"] - found["traffic"]["gradient"]
-    assert 0 <= extra <= 2 * 4000
+    assert 0 <= found["pull"] - found["gradient"] <= 2

@@ -1,6 +1,5 @@
 """Copies of the chief's state in functions of workers."""
 
-import pytest
 import tensorflow as tf
 
 from keras_psplus.parameter_server.tracing.worker_function import (
@@ -8,9 +7,10 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     Trace,
     current_trace,
 )
+from tests.support.tables import for_each
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 8, 32])
+@for_each("steps", [1, 2, 32])
 def test_state_that_steps_replace_is_known_of_any_number_of_them(steps):
     added, assigned, replaced = (ClosureVariable(tf.Variable(1.0), "total") for _ in range(3))
     traces = []

@@ -14,6 +14,7 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     Trace,
     current_trace,
 )
+from tests.support.tables import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_batches_are_joined_and_separated_again():
         np.testing.assert_array_equal(batch["y"], wanted["y"])
 
 
-@pytest.mark.parametrize("joins, count", [(True, 1), (False, 3)])
+@for_each("joins, count", [(True, 1), (False, 3)])
 def test_batches_come_one_by_one(joins, count):
     dataset = numbers(8)
     batches = WorkerReads(dataset.element_spec, joins).take(iter(dataset), 0, count)
@@ -50,7 +51,7 @@ def test_batches_come_one_by_one(joins, count):
     np.testing.assert_array_equal(batches[-1]["y"], [2 * count - 2, 2 * count - 1])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "spec, fits",
     [
         ((tf.TensorSpec([None, 3]), tf.TensorSpec([8], tf.int64)), True),
@@ -82,7 +83,7 @@ def test_an_error_of_the_data_is_the_errors_own():
         WorkerReads(dataset.element_spec, joins=True).take(iter(dataset), 0, 3)
 
 
-@pytest.mark.parametrize(("before", "change"), [(1.0, 2.0), (np.inf, 0.0)])
+@for_each("before, change", [(1.0, 2.0), (np.inf, 0.0)])
 def test_an_infinite_total_changes_by_nothing(before, change):
     total = ClosureVariable(tf.Variable(0.0), "total")
 

@@ -1,24 +1,7 @@
-"""Jobs that a test meets half-way, and waiting for what they write into their logs."""
+"""Waiting for what jobs write into their logs."""
 
-import os
 import pathlib
 import time
-
-from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.processes import LocalCluster
-
-
-def cluster_that_goes_on(command, env, log_dir, ps=1):
-    """A `LocalCluster` of a chief, two workers and ps, that a killed worker does not end."""
-    return LocalCluster(
-        command,
-        workers=2,
-        ps=ps,
-        chief=True,
-        env={**env, "PYTHONPATH": python_path(os.environ)},
-        log_dir=log_dir,
-        failure_grace=70,
-    )
 
 
 def wait_for(path, text, seconds=60, process=None):

@@ -25,7 +25,8 @@ A case that is decorated with `makes_scope` is run outside of the scope, and is 
 that makes one.
 
 `tf.distribute.get_strategy()` is the strategy, of which a process has one: a case that needs other
-options swaps its parts and puts them back. What a case changes for good (it kills, hangs, or reads
+options swaps its parts and puts them back. A case with a parameter `strategy` is given it (None in
+plain Keras), and is not in its scope. What a case changes for good (it kills, hangs, or reads
 what is only set at the start) makes it one for a job of its own.
 
 A case that fails alike on all tasks leaves the cluster as it is; where tasks differ, one ends or is

@@ -137,6 +137,10 @@ LAYOUTS = {
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
+    "async22": _served(
+        _makes("ParameterServerStrategy", overlap_steps=True, ps_weights=[1, 2], **_PATIENT),
+        chief=True,
+    ),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),
     "sync_threads": Layout(_servers_in_process(2, mode="sync")),

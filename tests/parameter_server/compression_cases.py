@@ -1,30 +1,19 @@
-"""Compressed gradients and reads with one worker and two parameter servers, in one process.
+"""Cases of compressed gradients and reads, which are those of steps taken by hand.
 
-compression_job.py FOLDER SHARDS [BEHAVIOUR ...]
-
-Each behaviour raises if it is not as it should be. What they raised is written to `failures.json`
-and looked at by `test_compression.py`. A model's name says what it is compressed by, so that one
-strategy serves all; one worker's results are those of the same steps taken by hand, here.
+A model's name says what it is compressed by. Each case raises if it is not as it should be, and may
+be given the number of shards of each variable.
 """
 
-import gc
-import json
-import pathlib
-import sys
-import traceback
+import functools
 
-from tests import quick_start  # noqa: F401
-
-# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus import compression
-from keras_psplus.cluster.in_process import InProcessCluster
+from tests.parameter_server.options import options
 
-BEHAVIOURS = {}
 WIDTH, CLASSES, BATCH = 12, 4, 20
 
 rng = np.random.default_rng(0)
@@ -71,25 +60,26 @@ READ = {"read_bf16": compression.Cast("bfloat16"), "read_int8": compression.Int8
 READ["read_own"] = Levels()
 
 
-def strategy_for(cluster, shards):
-    partitioner = None
-    if shards:
-        partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
+def by_name():
+    """The compressors of gradients and of reads, of which a model's name chooses one."""
     push = {f"{name}/*": compressor for name, compressor in LOSSY.items()}
-    push["exact*"] = compression.TopK(1.0)
-    push["alone/*"] = compression.NoCommunication()
+    push |= {"exact*": compression.TopK(1.0), "alone/*": compression.NoCommunication()}
     pull = {f"{name}/*": compressor for name, compressor in READ.items()}
-    return psp.ParameterServerStrategy(
-        cluster.cluster_resolver,
-        partitioner,
-        compression=compression.ByVariable(push, min_size=1, min_rank=0),
-        pull_compression=compression.ByVariable(pull, min_size=1, min_rank=2),
-    )
+    return {
+        "compression": compression.ByVariable(push, min_size=1, min_rank=0),
+        "pull_compression": compression.ByVariable(pull, min_size=1, min_rank=2),
+    }
 
 
-def behaviour(function):
-    BEHAVIOURS[function.__name__] = function
-    return function
+def compressed(case):
+    """A case whose models are compressed by their names."""
+
+    @functools.wraps(case)
+    def of_strategy(strategy, shards=None, **args):
+        with options(strategy, partitioner=shards, **by_name()):
+            case(strategy, **args)
+
+    return of_strategy
 
 
 def dense(name, optimizer=None, **kwargs):
@@ -147,20 +137,27 @@ class ByHand:
         self._states, self._step = {}, 0
         model.set_weights(like.get_weights())
 
-    def train(self, x, y):
+    def train(self, x, y, workers=1):
+        """Takes a step with the mean of what workers send of their parts of the batch."""
         variables = self._model.trainable_variables
         exact = [v.numpy() for v in variables]
         if self._pull is not None:
             for i, v in enumerate(variables):
                 if len(v.shape) > 1:
                     v.assign(self._cut_up(i, v.value, lambda part, _: self._round(part)))
-        with tf.GradientTape() as tape:
-            loss = self._model.loss(y, self._model(x, training=True))
-        gradients = tape.gradient(loss, [v.value for v in variables])
+        sent = []
+        for worker, part in enumerate(np.split(np.arange(len(x)), workers)):
+            with tf.GradientTape() as tape:
+                loss = self._model.loss(y[part], self._model(x[part], training=True))
+            gradients = tape.gradient(loss, [v.value for v in variables])
+            if self._push is not None:
+                send = functools.partial(self._sent, worker)
+                gradients = [self._cut_up(i, g, send) for i, g in enumerate(gradients)]
+            sent.append(gradients)
         for v, value in zip(variables, exact):
             v.assign(value)
-        if self._push is not None:
-            gradients = [self._cut_up(i, g, self._sent) for i, g in enumerate(gradients)]
+        if workers > 1:
+            gradients = [sum(each) / workers for each in zip(*sent)]
         self._model.optimizer.apply(gradients, variables)
         self._step += 1
         return self._model.get_weights()
@@ -184,8 +181,8 @@ class ByHand:
     def _number(self):
         return tf.constant(self._step, tf.int64)
 
-    def _sent(self, gradient, key):
-        shape, dtype = gradient.shape, gradient.dtype
+    def _sent(self, worker, gradient, place):
+        shape, dtype, key = gradient.shape, gradient.dtype, (worker, *place)
         chosen = self._push.for_variable("", shape, dtype)
         if chosen is None:
             return gradient
@@ -198,32 +195,24 @@ class ByHand:
         return self._pull.decode(payload, value.shape, value.dtype, 0)
 
 
-def compare_with_hand(strategy, name, make, data=None, steps=5, pull=None):
+def compare_with_hand(strategy, name, make, data=None, steps=3, pull=None, workers=1):
     with strategy.scope():
         model = make(name)
     with psp.single_process():
         by_hand = ByHand(make("by_hand"), model, LOSSY.get(name), pull)
     for i in range(steps):
         model.train_on_batch(*batch(i, data))
-        assert_same(model.get_weights(), by_hand.train(*batch(i, data)), 2e-6)
+        assert_same(model.get_weights(), by_hand.train(*batch(i, data), workers), 2e-6)
     return model
 
 
-def by_hand_case(name):
-    def case(strategy):
-        compare_with_hand(strategy, name, dense)
-
-    case.__name__ = f"{name}_as_by_hand"
-    behaviour(case)
+@compressed
+def as_by_hand(strategy, name, workers=1):
+    # One that changes its rate, or starts late, does so after two steps.
+    compare_with_hand(strategy, name, dense, steps=5, workers=workers)
 
 
-# What changes its rate, draws from the step, or keeps more than a residual; "int8" and "sign" are
-# compared below.
-for _name in ("topk_corrected", "topk_warmup", "randomk", "powersgd_late", "own"):
-    by_hand_case(_name)
-
-
-@behaviour
+@compressed
 def several_steps_of_one_call_as_by_hand(strategy):
     with strategy.scope():
         model = dense("sign", steps_per_execution=5)
@@ -235,16 +224,16 @@ def several_steps_of_one_call_as_by_hand(strategy):
     assert_same(model.get_weights(), weights, 5e-6)
 
 
-@behaviour
+@compressed
 def rows_of_embeddings_as_by_hand(strategy):
     for name in ("int8", "sign"):
-        compare_with_hand(strategy, name, embedded, words, steps=3)
+        compare_with_hand(strategy, name, embedded, words)
 
 
-@behaviour
+@compressed
 def rounded_reads_as_by_hand(strategy):
     for name in ("read_bf16", "read_int8", "read_own"):
-        model = compare_with_hand(strategy, name, dense, steps=3, pull=READ[name])
+        model = compare_with_hand(strategy, name, dense, pull=READ[name])
         if name == "read_bf16":
             # Evaluated and predicted by the rounded weights; the chief reads the exact ones.
             with psp.single_process():
@@ -263,12 +252,12 @@ def rounded_reads_as_by_hand(strategy):
             np.testing.assert_allclose(*predicted, atol=1e-5)
 
 
-@behaviour
+@compressed
 def rounded_lookups_as_by_hand(strategy):
-    compare_with_hand(strategy, "read_bf16", embedded, words, steps=3, pull=READ["read_bf16"])
+    compare_with_hand(strategy, "read_bf16", embedded, words, pull=READ["read_bf16"])
 
 
-@behaviour
+@compressed
 def training_learns(strategy):
     # Of the others, every step is compared with the same taken by hand.
     for name in ("fp16", "qsgd"):
@@ -282,7 +271,7 @@ def training_learns(strategy):
     assert history["loss"][-1] < history["loss"][0] - 0.1, history
 
 
-@behaviour
+@compressed
 def an_exact_compressor_changes_nothing(strategy):
     sgd, adam = keras.optimizers.SGD, keras.optimizers.Adam
     for make, optimizer, kwargs in (
@@ -304,7 +293,7 @@ def an_exact_compressor_changes_nothing(strategy):
         assert_same(*weights)
 
 
-@behaviour
+@compressed
 def constraints_meet_exact_values(strategy):
     with strategy.scope():
         layers = [keras.Input((WIDTH,)), keras.layers.Dense(CLASSES, kernel_constraint="non_neg")]
@@ -315,7 +304,7 @@ def constraints_meet_exact_values(strategy):
     assert_same(model.get_weights(), weights, 0.0)
 
 
-@behaviour
+@compressed
 def without_communication_nothing_moves(strategy):
     with strategy.scope():
         model = dense("alone", keras.optimizers.Adam(0.1))
@@ -329,7 +318,7 @@ def without_communication_nothing_moves(strategy):
     assert sum(t.logical_bytes for t in gradients if t.direction == "gradient") > 0
 
 
-@behaviour
+@compressed
 def nan_reaches_the_weights_but_no_state(strategy):
     for name in ("topk", "powersgd"):
         with strategy.scope():
@@ -346,7 +335,7 @@ def nan_reaches_the_weights_but_no_state(strategy):
                 np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
-@behaviour
+@compressed
 def skipped_steps_change_no_state(strategy):
     with strategy.scope():
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
@@ -374,7 +363,7 @@ def counted(strategy, name, direction):
     return found
 
 
-@behaviour
+@compressed
 def bytes_are_counted(strategy):
     kwargs = {"steps_per_execution": 4}
     with strategy.scope():
@@ -394,7 +383,7 @@ def bytes_are_counted(strategy):
     assert 0 < before < strategy.communication.seconds < 60
 
 
-@behaviour
+@compressed
 def compressed_bytes_are_counted(strategy):
     parts = 2 if strategy.extended._variable_partitioner else 1
     with strategy.scope():
@@ -408,7 +397,7 @@ def compressed_bytes_are_counted(strategy):
     assert sent == 10 * parts * sum(each), (sent, each)
 
 
-@behaviour
+@compressed
 def bytes_that_differ_from_step_to_step_are_counted(strategy):
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=5, name="accumulating")
@@ -440,28 +429,29 @@ def bytes_that_differ_from_step_to_step_are_counted(strategy):
         before = now
 
 
-@behaviour
+@compressed
 def state_is_saved_and_restored(strategy):
-    folder = pathlib.Path(sys.argv[1])
-    with strategy.scope():
-        model = dense("powersgd", keras.optimizers.SGD(0.1, name="saved"))
-    for i in range(3):
-        model.train_on_batch(*batch(i))
+    def made(name):
+        with strategy.scope():
+            return dense("powersgd", keras.optimizers.SGD(0.1, name=name))
+
+    def train(model, batches):
+        for i in batches:
+            model.train_on_batch(*batch(i))
+        return model.get_weights()
+
+    model = made("saved")
+    saved = train(model, range(3))
     state = strategy.state_dict(model.optimizer)
     assert state and all(name.startswith("worker-0-of-1/") for name in state), list(state)
-    np.savez(folder / "state.npz", **state)
-    saved, iterations = model.get_weights(), model.optimizer.iterations.numpy()
-    np.savez(folder / "saved.npz", *saved)
-    for i in range(3, 6):
-        model.train_on_batch(*batch(i))
-    after = model.get_weights()
-    np.savez(folder / "after.npz", *after)
-    model.set_weights(saved)
-    model.optimizer.iterations.assign(iterations)
-    strategy.load_state_dict(model.optimizer, state)
-    for i in range(3, 6):
-        model.train_on_batch(*batch(i))
-    assert_same(model.get_weights(), after, 0.0)
+    after = train(model, range(3, 6))
+    # Another process may call the optimizer differently.
+    for other in model, made("another"):
+        model = other
+        model.set_weights(saved)
+        model.optimizer.iterations.assign(3)
+        strategy.load_state_dict(model.optimizer, state)
+        assert_same(train(model, range(3, 6)), after, 0.0)
     # A state that lacks something leaves what there is.
     before, lacking = strategy.state_dict(model.optimizer), dict(list(state.items())[1:])
     try:
@@ -472,76 +462,3 @@ def state_is_saved_and_restored(strategy):
         raise AssertionError("a state without one of its names was loaded")
     for name, value in strategy.state_dict(model.optimizer).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
-
-
-@behaviour
-def backup_and_restore_keeps_states(strategy):
-    class Interrupted(Exception):
-        pass
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise Interrupted
-
-    def train(name, *callbacks):
-        # Its optimizer has a name that no other one has while both live.
-        gc.collect()
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = dense(name, keras.optimizers.SGD(0.1, name="backed_up"))
-        fit(model, epochs=4, callbacks=list(callbacks))
-        return model.get_weights()
-
-    folder = pathlib.Path(sys.argv[1], "backup")
-    try:
-        train("powersgd", keras.callbacks.BackupAndRestore(folder), Interrupt())
-    except Interrupted:
-        pass
-    assert list((folder / "compression").iterdir())
-    resumed = train("powersgd", keras.callbacks.BackupAndRestore(folder))
-    assert not folder.exists()
-    assert_same(resumed, train("powersgd"), 0.0)
-
-
-def resume(strategy):
-    """What `state_is_saved_and_restored` goes on with in a new process, exactly."""
-    folder = pathlib.Path(sys.argv[1])
-    with strategy.scope():
-        model = dense("powersgd", keras.optimizers.SGD(0.1, name="another_process"))
-    with np.load(folder / "state.npz") as state:
-        strategy.load_state_dict(model.optimizer, state)
-    with np.load(folder / "saved.npz") as arrays:
-        model.set_weights(list(arrays.values()))
-    model.optimizer.iterations.assign(3)
-    for i in range(3, 6):
-        model.train_on_batch(*batch(i))
-    with np.load(folder / "after.npz") as arrays:
-        assert_same(model.get_weights(), list(arrays.values()), 0.0)
-
-
-def main():
-    shards, only = int(sys.argv[2]), sys.argv[3:]
-    cluster = InProcessCluster(workers=1, ps=2)
-    cluster.start()
-    strategy = strategy_for(cluster, shards)
-    if only == ["resume"]:
-        resume(strategy)
-        return
-    failures = {}
-    for name, function in BEHAVIOURS.items():
-        if only and name not in only:
-            continue
-        keras.backend.clear_session()
-        print(name, flush=True)
-        try:
-            function(strategy)
-            failures[name] = None
-        except Exception:
-            failures[name] = traceback.format_exc()
-            traceback.print_exc()
-    pathlib.Path(sys.argv[1], "failures.json").write_text(json.dumps(failures))
-
-
-if __name__ == "__main__":
-    main()

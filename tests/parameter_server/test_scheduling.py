@@ -1,4 +1,4 @@
-"""The arguments that decide when workers wait for one another."""
+"""Parts that decide which worker takes which step, and when workers wait for one another."""
 
 import threading
 
@@ -6,70 +6,25 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_psplus as psp
-from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
 from keras_psplus.parameter_server.scheduling.closures import Closure
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
-
-CLUSTER = """{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"],
-"ps": ["127.0.0.1:4"]}, "task": {"type": "ps", "index": 0}}"""
+from keras_psplus.parameter_server.sync.sync_steps import split
+from tests.support.tables import for_each
 
 # Steps that keep a worker busy.
 WINDOW = 2
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mode": "synchronous"},
-        {"mode": None},
-        {"mode": "sync", "backup_workers": -1},
-        {"mode": "sync", "backup_workers": 0.5},
-        {"mode": "sync", "backup_workers": True},
-        {"backup_workers": 1},
-        {"max_staleness": -1},
-        {"max_staleness": 1.0},
-        {"max_staleness": False},
-        {"mode": "sync", "max_staleness": 0},
-        # There are two workers.
-        {"mode": "sync", "backup_workers": 2},
-        {"min_workers": 0},
-        {"min_workers": 3},
-        {"min_workers": 1.0},
-        {"mode": "sync", "min_workers": 1, "backup_workers": 1},
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused_before_anything_starts(arguments, monkeypatch):
-    # In a server, where the constructor would not return.
-    monkeypatch.setenv("TF_CONFIG", CLUSTER)
-    name = list(arguments)[-1]
-    with pytest.raises(ValueError, match=rf"Received: .*{name}={arguments[name]!r}"):
-        psp.ParameterServerStrategy(**arguments)
-
-
-def test_workers_that_the_launcher_starts_later(monkeypatch):
-    is_sync, is_async = modes.Mode(True, 0, None), modes.Mode(False, 0, None)
-    assert modes.check_min_workers(None, is_async, 3) == 3
-    monkeypatch.setenv("KERAS_PSPLUS_MIN_WORKERS", "2")
-    assert modes.check_min_workers(None, is_async, 3) == 2
-    assert modes.check_min_workers(1, is_async, 3) == 1
-    assert modes.check_min_workers(None, is_sync, 3) == 2
-    with pytest.raises(ValueError, match=r"Received: backup_workers=2, for 2 worker"):
-        modes.check_min_workers(None, is_sync._replace(backup_workers=2), 3)
-    with pytest.raises(ValueError, match="`cluster_resolver`.*Received: min_workers=1"):
-        modes.check_no_min_workers(1)
-
-
-def test_good_arguments():
-    assert modes.check_mode("async", 0, None) == modes.Mode(False, 0, None)
-    assert modes.check_mode("async", 0, 0).max_staleness == 0
-    mode = modes.check_mode("sync", 2, None)
-    assert mode.is_sync
-    mode.check_workers(3)
+def test_shares_have_rows():
+    ((weight, part),) = split((tf.ones([1, 2]), tf.ones([1])), 2)
+    assert weight == 1.0 and part[0].shape == (1, 2)
+    # Or there would be no step.
+    batch = tf.ones([0, 2]), tf.ones([0])
+    ((weight, part),) = split(batch, 2)
+    assert weight == 1.0 and part is batch
 
 
 def test_the_first_gradients_of_an_attempt_count():
@@ -120,7 +75,7 @@ def give(clocks):
     return worker
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@for_each("bound", [0, 1, 4])
 def test_clocks_hold_a_worker_that_is_ahead(bound):
     clocks = Clocks(num_workers=2)
     clocks.begin(bound)
@@ -184,8 +139,8 @@ def simulated(steps, seconds, noise=0.0, seed=0):
     return done, now
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 7, 80, 81, 200])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@for_each("steps", [1, 2, 3, 7, 80, 81, 200])
+@for_each("workers", [1, 2, 4])
 def test_equally_fast_workers_take_as_many_steps(steps, workers):
     for seed in range(10):
         done, _ = simulated(steps, [1.0] * workers, 0.2, seed)
@@ -193,7 +148,7 @@ def test_equally_fast_workers_take_as_many_steps(steps, workers):
         assert max(done) - min(done) <= 1
 
 
-@pytest.mark.parametrize("seconds", [[1.0, 3.0], [1.0, 1.0, 2.0], [1.0, 10.0]])
+@for_each("seconds", [[1.0, 3.0], [1.0, 1.0, 2.0], [1.0, 10.0]])
 def test_slower_workers_take_fewer_steps_and_hold_up_nobody(seconds):
     done, now = simulated(400, seconds, 0.1)
     speeds = 1 / np.array(seconds)
@@ -235,18 +190,3 @@ def test_a_worker_whose_step_is_taken_back_after_its_loss_gets_no_other(caplog):
     assert "worker-2 was lost; other workers take its steps" in caplog.text
     queue.put(second, 2)
     assert queue.take(0) is second and queue.losses == [0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "sync", "backup_workers": 1},
-        {"updates": "accumulate:2"},
-        {"updates": "local_sgd:2"},
-    ],
-)
-def test_steps_that_go_on_from_one_another_cannot_overlap(options):
-    with pytest.raises(
-        ValueError, match="`overlap_steps` goes without .*Received: overlap_steps=True"
-    ):
-        psp.ParameterServerStrategy(overlap_steps=True, **options)
