@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.support.parts import swapped
+
 L, O = keras.layers, keras.optimizers  # noqa: E741
 DIGITS = pathlib.Path(__file__).parents[2] / "examples" / "digits.npz"
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -72,47 +74,6 @@ OPTIMIZERS = {
     # Whole on all.
     "counting": lambda: CountingSGD(1e-3),
 }
-
-
-@contextlib.contextmanager
-def options(**given):
-    """Has the strategy do as if it had been made with other options, as a process has one.
-
-    Args:
-        **given: `compression`, `bucket_bytes`, `reshard_after_forward`, or the steps to
-            `accumulate`.
-    """
-    if not tf.distribute.has_strategy():
-        yield
-        return
-    from keras_psplus import updates
-    from keras_psplus.all_reduce import shard_option
-    from keras_psplus.all_reduce.step.updating import MirroredUpdates
-    from keras_psplus.all_reduce.topology.hops import compressors_per_hop
-
-    strategy = tf.distribute.get_strategy()
-    extended, shard = strategy.extended, strategy._options.get("shard")
-    policy = updates.Accumulate(given["accumulate"], True) if "accumulate" in given else None
-    gradients, weights = shard_option.compressors(given.get("compression"), shard)
-    swaps = [
-        (extended, "_hops", compressors_per_hop(gradients, strategy._topology)),
-        (extended, "_of_weights", weights),
-        (extended, "bucket_bytes", given.get("bucket_bytes", extended.bucket_bytes)),
-        (extended, "updating", policy and MirroredUpdates(policy, strategy)),
-        (strategy, "_updates", policy),
-        (strategy, "reshard_after_forward", given.get("reshard_after_forward", True)),
-    ]
-
-    def renew():
-        strategy.engine.__dict__.pop("units", None)
-        extended.set_topology(strategy._topology)
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(renew)
-        for owner, name, value in swaps:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        renew()
-        yield
 
 
 def task_here():
@@ -304,20 +265,28 @@ def accumulated(name, steps=3, part=6, rows=26):
     if name == "loss_scale":
         # Infinite gradients on one worker.
         x[3, 0] = np.inf
-    with options(accumulate=steps):
+    with swapped(updates=flushed(steps)):
         size = part * (1 if tf.distribute.has_strategy() else steps)
         history = fit(model, x, batch_size=size)
     # A step of its own logs norms of its gradients.
     return left(model, history if name != "two_optimizers" else ())
 
 
-def digits(compression=None, bucket_bytes=1 << 22):
+def flushed(steps):
+    if not tf.distribute.has_strategy():
+        return None
+    from keras_psplus.updates import Accumulate
+
+    return Accumulate(steps, flush=True)
+
+
+def digits(compression=None, bucket_bytes=None):
     """Accuracy on digits that training has not seen, weights of each worker, bytes of a step."""
     with np.load(DIGITS) as file:
         x, y = file["x"].astype("float32") / 16, file["y"].astype("int32")
     order = np.random.default_rng(0).permutation(len(x))
     x, y = x[order], y[order]
-    with options(compression=compression, bucket_bytes=bucket_bytes):
+    with swapped(compression=compression, bucket_bytes=bucket_bytes):
         layers = [L.Dense(96, activation="relu"), L.Dense(10)]
         model = keras.Sequential([keras.Input((64,)), *layers])
         compiled(model, O.Adam(5e-3), metrics=["accuracy"])

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.sharding.cases import BATCH, ROWS, compiled, fit, left, numbers, options
+from tests.sharding.cases import BATCH, ROWS, compiled, fit, left, numbers
+from tests.support.parts import swapped
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 
@@ -320,7 +321,7 @@ OPTIMIZERS = {
 def trained(name, jit_compile=False, **given):
     """A model that was trained, and of some evaluation and predictions."""
     optimizer = OPTIMIZERS.get(name, lambda: O.SGD(0.05, momentum=0.9))
-    with options(**given), each_unit_gathers() if jit_compile else contextlib.nullcontext():
+    with swapped(**given), each_unit_gathers() if jit_compile else contextlib.nullcontext():
         model = compiled(MODELS[name](), optimizer(), jit_compile)
         x = numbers(ROWS, *SHAPES.get(name, (7,)))
         if name in TOKENS:
@@ -396,7 +397,7 @@ def units(jit_compile, **given):
             found.update(forward=len(own), backward=names, left=len(later & users))
 
     watched = {"UnitCall": Call, "UnitGroup": Group, "Backward": Backward}
-    with options(**given), mock.patch.multiple(gathering, **watched):
+    with swapped(**given), mock.patch.multiple(gathering, **watched):
         x = numbers(2 * BATCH, 7)
         layers = [keras.Input((7,)), *(L.Dense(6) for _ in range(5))]
         fit(compiled(keras.Sequential(layers), O.SGD(0.1), jit_compile), x, epochs=1)

@@ -9,17 +9,26 @@ import tensorflow as tf
 
 
 @contextlib.contextmanager
-def swapped(*, compression=None, topology=None, updates=None, bucket_bytes=None, jit_blocks=None):
+def swapped(
+    *,
+    compression=None,
+    topology=None,
+    updates=None,
+    bucket_bytes=None,
+    jit_blocks=None,
+    reshard_after_forward=True,
+):
     """Has an all-reduce strategy train by other options in a block, and count its bytes from 0.
 
     Without a strategy, as where a case is the reference, nothing changes.
 
     Args:
         compression: As of the strategy.
-        topology: As of the strategy.
+        topology: As of the strategy; None for its own.
         updates: As of the strategy.
         bucket_bytes: As of the strategy.
         jit_blocks: As of the strategy.
+        reshard_after_forward: As of the strategy.
 
     Yields:
         The strategy, or TensorFlow's default one.
@@ -29,25 +38,33 @@ def swapped(*, compression=None, topology=None, updates=None, bucket_bytes=None,
         yield strategy
         return
     from keras_psplus import updates as updates_module
+    from keras_psplus.all_reduce import shard_option
     from keras_psplus.all_reduce.collectives import gradients
     from keras_psplus.all_reduce.step.updating import MirroredUpdates
     from keras_psplus.all_reduce.topology import group_topology, hops
 
     extended = strategy.extended
-    own = {name: getattr(strategy, name) for name in ("_updates", "jit_blocks")}
-    of_extended = ("updating", "_hops", "bucket_bytes", "levels", "reducers")
-    inner = {name: getattr(extended, name) for name in of_extended}
-    workers = [f"worker-{i}" for i in range(strategy.num_workers)]
-    groups = group_topology.get(topology, workers)
+    of_strategy = ("_updates", "jit_blocks", "reshard_after_forward")
+    own = {name: getattr(strategy, name) for name in of_strategy}
+    of_extended = ("updating", "_hops", "_of_weights", "bucket_bytes", "levels", "reducers")
+    inner = {name: getattr(extended, name, None) for name in of_extended}
+    groups = strategy._topology
+    if topology is not None:
+        groups = group_topology.get(topology, [f"worker-{i}" for i in range(strategy.num_workers)])
+    compression, of_weights = shard_option.compressors(compression, strategy._options.get("shard"))
     try:
-        strategy.jit_blocks = jit_blocks
+        strategy.jit_blocks, strategy.reshard_after_forward = jit_blocks, reshard_after_forward
         strategy._updates = updates_module.get(updates)
         extended.updating = strategy._updates and MirroredUpdates(strategy._updates, strategy)
         extended._hops = hops.compressors_per_hop(compression, groups)
+        extended._of_weights = of_weights
         extended.bucket_bytes = bucket_bytes or gradients.DEFAULT_BUCKET_BYTES
         extended.set_topology(groups)
+        # Of `shard="all"`, made anew where the next one is asked for.
+        vars(strategy.engine).pop("units", None)
         yield strategy
     finally:
+        vars(strategy.engine).pop("units", None)
         vars(strategy).update(own)
         vars(extended).update(inner)
 
