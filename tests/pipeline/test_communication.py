@@ -1,19 +1,54 @@
 """Bytes that a pipeline counts, beside those that can be computed by hand."""
 
 import collections
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from keras_psplus.cluster.environment import python_path
-from tests.pipeline.communication_job import CLASSES, INPUTS, LENGTHS, ROWS, WIDTH
+import keras_psplus as psp
+from tests.support.tiers import extended
 
-JOB = pathlib.Path(__file__).with_name("communication_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+pytestmark = pytest.mark.processes
+
+ROWS, INPUTS, WIDTH, CLASSES = 40, 64, 96, 10
+# Of the sequences of each batch.
+LENGTHS = (3, 5, 7)
+
+
+def dense():
+    stack = [keras.layers.Dense(WIDTH, name=name) for name in "abc"]
+    stack.append(keras.layers.Dense(CLASSES, name="d"))
+    model = keras.Sequential([keras.Input((INPUTS,)), *stack], name="stack")
+    x, y = np.ones((ROWS, INPUTS), "float32"), np.zeros(ROWS)
+    # Batches of 32 rows and of 8.
+    return model, tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+
+
+def residual():
+    a, b, c = (keras.layers.Dense(WIDTH, name=name) for name in "abc")
+    inputs = keras.Input((INPUTS,))
+    h = a(inputs)
+    h = h + c(b(h))
+    h = h + c(h)
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, name="d")(h))
+    return model, dense()[1]
+
+
+def of_sequences():
+    stack = [keras.layers.Embedding(50, WIDTH, name="a"), keras.layers.LayerNormalization(name="b")]
+    stack += [keras.layers.Dense(WIDTH, name="c"), keras.layers.Dense(CLASSES, name="d")]
+
+    def batches():
+        for length in LENGTHS:
+            yield np.zeros((ROWS, length), "int32"), np.zeros((ROWS, length), "int32")
+
+    spec = tf.TensorSpec([ROWS, None], tf.int32)
+    data = tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+    return keras.Sequential(stack), data.apply(tf.data.experimental.assert_cardinality(3))
+
+
 # Of float32. The third layer gets the activations of the second.
 CROSSING = ROWS * WIDTH * 4
 KERNELS = [INPUTS * WIDTH, WIDTH * WIDTH, WIDTH * WIDTH, WIDTH * CLASSES]
@@ -25,36 +60,45 @@ FORWARD, BACKWARD = ("stage 0 -> stage 1", "forward"), ("stage 1 -> stage 0", "b
 OUTPUTS = ROWS // 2 * CLASSES * 4
 
 
-@pytest.fixture(scope="module")
-def counted():
-    process = subprocess.run(
-        [sys.executable, str(JOB)],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout.splitlines()[-1])
+@pytest.fixture
+def counted(pipeline):
+    """Trains, evaluates and predicts in stages, and returns what was counted."""
+
+    def count(make=dense, schedule="gpipe", **options):
+        keras.backend.clear_session()
+        strategy = pipeline(
+            microbatches=2, stages=[["a", "b"], ["c", "d"]], schedule=schedule, **options
+        )
+        with strategy.scope():
+            model, data = make()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(global_clipnorm=1.0), loss, metrics=["accuracy"])
+        monitor = psp.callbacks.CommunicationMonitor()
+        logs = model.fit(data, validation_data=data, callbacks=[monitor], verbose=0).history
+        model.predict(data, verbose=0)
+        return strategy.communication.traffic(), logs
+
+    return count
 
 
-def by_direction(case):
+def by_direction(traffic):
     """Logical and compressed bytes, by direction; paths of pipelines count as a direction."""
     sums = collections.defaultdict(lambda: [0, 0])
-    for path, direction, _, logical, compressed, wire in case["rows"]:
-        assert wire == compressed
-        key = (path, direction) if direction in ("forward", "backward") else direction
-        sums[key][0] += logical
-        sums[key][1] += compressed
+    for one in traffic:
+        assert one.wire_bytes == one.compressed_bytes
+        is_of_activations = one.direction in ("forward", "backward")
+        key = (one.path, one.direction) if is_of_activations else one.direction
+        sums[key][0] += one.logical_bytes
+        sums[key][1] += one.compressed_bytes
     return dict(sums)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", *extended("gpipe", "pipedream")])
 def test_activations_and_their_gradients(schedule, counted):
-    case = counted[schedule]
-    assert by_direction(case) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
-    assert case["bytes"] == [2 * CROSSING / STEPS]
-    assert case["ratio"] == [1.0]
+    traffic, logs = counted(schedule=schedule)
+    assert by_direction(traffic) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
+    assert logs["comm/bytes"] == [2 * CROSSING / STEPS]
+    assert logs["comm/ratio"] == [1.0]
 
 
 def test_activation_compression(counted):
@@ -66,24 +110,32 @@ def test_activation_compression(counted):
         for way in (FORWARD, BACKWARD)
         for numbers in (("Cast()", large, large // 2), (None, small, small))
     }
-    assert {tuple(row[:-1]) for row in counted["bf16"]["rows"]} == expected
-    assert counted["bf16"]["ratio"] == [CROSSING / (large // 2 + small)]
+    traffic, logs = counted(activation_compression="bf16")
+    assert {
+        (one.path, one.direction, one.compressor, one.logical_bytes, one.compressed_bytes)
+        for one in traffic
+    } == expected
+    assert logs["comm/ratio"] == [CROSSING / (large // 2 + small)]
 
 
+@pytest.mark.extended
 def test_sums_of_residual_connections_go_nowhere(counted):
     # The activations of the first layer and of the second.
-    found = by_direction(counted["residual"])
+    found = by_direction(counted(residual)[0])
     assert found == {FORWARD: [2 * CROSSING] * 2, BACKWARD: [2 * CROSSING] * 2}
 
 
+@pytest.mark.extended
 def test_sequences_of_changing_lengths(counted):
     crossing = ROWS * sum(LENGTHS) * WIDTH * 4
-    found = by_direction(counted["sequences"])
+    found = by_direction(counted(of_sequences)[0])
     assert found == {FORWARD: [crossing] * 2, BACKWARD: [crossing] * 2}
 
 
+@pytest.mark.extended
 def test_pipelines(counted):
-    assert by_direction(counted["pipelines"]) == {
+    traffic, _ = counted(pipelines=2)
+    assert by_direction(traffic) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS] * 2,
@@ -92,14 +144,15 @@ def test_pipelines(counted):
         ("pipeline 1 -> pipeline 0", "forward"): [OUTPUTS] * 2,
         ("pipeline 0 -> pipeline 1", "backward"): [OUTPUTS] * 2,
     }
-    paths = {path for path, direction, *_ in counted["pipelines"]["rows"] if direction == "weight"}
+    paths = {one.path for one in traffic if one.direction == "weight"}
     assert paths == {f"stack/{layer}/{name}" for layer in "abcd" for name in ("kernel", "bias")}
 
 
 def test_gradients_between_pipelines_are_compressed(counted):
     # A float32 for each block of 256 elements; vectors go as they are.
     kernels = sum(size + 4 * -(-size // 256) for size in KERNELS)
-    assert by_direction(counted["int8"]) == {
+    traffic, _ = counted(pipelines=2, schedule="1f1b", compression="int8")
+    assert by_direction(traffic) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS, STEPS * (kernels + 4 * BIASES)],

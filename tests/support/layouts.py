@@ -56,15 +56,20 @@ def _makes(name, devices=None, **options):
     return make
 
 
-def _servers_in_process(workers, **options):
+def _servers_in_process(workers, shards=None, **options):
     """Parameter servers and workers that are threads of one process, the chief."""
 
     def make():
+        import tensorflow as tf
+
         import keras_psplus as psp
         from keras_psplus.cluster.in_process import InProcessCluster
 
         cluster = InProcessCluster(workers=workers, ps=2)
         cluster.start()
+        if shards:
+            cut = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
+            options["variable_partitioner"] = cut
         return psp.ParameterServerStrategy(cluster.cluster_resolver, **options)
 
     return make
@@ -74,21 +79,28 @@ _all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIEN
 _served = functools.partial(Layout, workers=2, ps=2)
 LAYOUTS = {
     "plain": Layout(_plain),
-    # Two replicas, or two stages, in one process.
+    # Two replicas, two stages, or two pipelines of two stages in one process.
     "devices2": Layout(_makes("MultiWorkerMirroredStrategy", devices=2)),
     "stages2": Layout(_makes("PipelineStrategy", devices=2, microbatches=3)),
+    "pipelines4": Layout(_makes("PipelineStrategy", devices=4, microbatches=2, pipelines=2)),
     "ar2": Layout(_all_reduce(), workers=2),
     "ar3": Layout(_all_reduce(), workers=3),
     "ar4": Layout(_all_reduce(), workers=4),
     # Two workers with two devices each, which are a group.
     "hosts": Layout(_all_reduce(devices=2, topology=[["worker-0"], ["worker-1"]]), workers=2),
+    "ar2x2": Layout(_all_reduce(devices=2), workers=2),
     "opt2": Layout(_all_reduce(shard="optimizer"), workers=2),
     "all2": Layout(_all_reduce(shard="all"), workers=2),
     "tp2": Layout(_makes("ModelParallelStrategy", **_PATIENT), workers=2),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
+    "pipelines2x2": Layout(
+        _makes("PipelineStrategy", microbatches=2, pipelines=2), workers=4, chief=True
+    ),
     "hybrid22": _served(_makes("HybridStrategy", min_table_bytes=0, **_PATIENT)),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),
+    "async_sharded": Layout(_servers_in_process(1, shards=2)),
     "sync_threads": Layout(_servers_in_process(2, mode="sync")),
+    "sync_sharded": Layout(_servers_in_process(2, shards=2, mode="sync")),
 }
