@@ -346,6 +346,7 @@ def backup_and_restore(strategy, folder):
     return resumed, {}
 
 
+@pytest.mark.extended
 def test_training_that_resumes_equals_uninterrupted(tmp_path):
     run("ar2", backup_and_restore, folder=str(tmp_path))
 
@@ -363,46 +364,6 @@ def one_worker_stops(strategy):
 
 def test_a_stop_on_one_worker_stops_all():
     assert run("ar2", one_worker_stops).first["epochs"] == 3
-
-
-class Pair(keras.Model):
-    """A generator and a discriminator in one train_step, as in Keras's GAN examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = keras.layers.Dense(4), keras.layers.Dense(1)
-        self.tracker = keras.metrics.Mean(name="tracked")
-
-    def compile(self, a_optimizer, b_optimizer, loss_fn):
-        super().compile()
-        self.a_optimizer, self.b_optimizer, self.loss_fn = a_optimizer, b_optimizer, loss_fn
-
-    def call(self, x):
-        return self.b(self.a(x))
-
-    def train_step(self, data):
-        x, y = data
-        for layer, optimizer in ((self.a, self.a_optimizer), (self.b, self.b_optimizer)):
-            with tf.GradientTape() as tape:
-                loss = self.loss_fn(y, self(x))
-            weights = layer.trainable_variables
-            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        self.tracker.update_state(loss)
-        return {"tracked": self.tracker.result()}
-
-
-def two_optimizers():
-    model = Pair()
-    optimizers = keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.01)
-    model.compile(*optimizers, keras.losses.MeanSquaredError())
-    x, y = digits_like()
-    history = model.fit(x, y.astype("float32")[:, None], batch_size=20, epochs=3, verbose=0).history
-    return model, {"tracked": history["tracked"]}
-
-
-def test_two_optimizers_in_one_step():
-    first, *_, last = run("ar2", two_optimizers).first["tracked"]
-    assert last < first
 
 
 def own_loop(strategy):

@@ -335,14 +335,14 @@ def of_service(address, job_name, mode="distributed_epoch", rows=203, **kwargs):
 
 
 def one_job_for_all(address):
-    data = of_service(address, "train", rows=640)
-    return watch(data, epochs=3, validation_data=of_service(address, "validation", rows=50))
+    data = of_service(address, "train")
+    return watch(data, epochs=2, validation_data=of_service(address, "validation", rows=50))
 
 
 def test_each_row_of_the_data_service_is_seen_once_an_epoch(service):
     results = run("ar2", one_job_for_all, same=False, address=service)
     for ids in epochs(results):
-        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(640))
+        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(203))
     assert "share (tf.data service, job 'train')" in results.logs["worker-0"]
 
 

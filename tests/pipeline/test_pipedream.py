@@ -114,7 +114,7 @@ def fit(strategy, make, callbacks=(), **options):
 
 
 @pytest.mark.parametrize(
-    "make", [skips, shared, *extended(losses_of_layers, recurrent, normalised)]
+    "make", [skips, *extended(shared, losses_of_layers, recurrent, normalised)]
 )
 def test_equals_a_simulation_of_its_staleness(make, pipeline):
     weights, losses = simulate(make, 16, 3)

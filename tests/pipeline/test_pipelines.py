@@ -18,7 +18,7 @@ from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.compression import Compressor
 from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import batch_parts
-from tests.pipeline import models, slow_writes
+from tests.pipeline import models
 from tests.pipeline.models import CPU, CROSSENTROPY, X, Y, check_equal, layers, train, wide
 from tests.support.cluster import equals_one_process
 from tests.support.jobs import environment, run_in_processes, wait_for
@@ -62,7 +62,6 @@ def on_workers():
 def test_four_workers_equal_one_process():
     log = equals_one_process("pipelines2x2", on_workers).logs["chief-0"]
     assert re.search(r"^0 +worker-0, worker-2 ", log, re.MULTILINE)
-    equals_one_process("pipelines2x2", slow_writes.written)
 
 
 ARGUMENTS = ["--stages", "patterns", "--pipelines", "2", "--compression", "sign", "--backup"]

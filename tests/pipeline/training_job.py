@@ -1,7 +1,7 @@
 """Trains a model in stages; the chief prints what it finds.
 
 training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns]
-    [--schedule gpipe|1f1b|pipedream] [--pipelines N] [--compression NAME] [--writes]
+    [--schedule gpipe|1f1b|pipedream] [--pipelines N] [--compression NAME]
 """
 
 import argparse
@@ -14,10 +14,8 @@ from tests import quick_start  # noqa: F401
 # isort: split
 import keras
 import numpy as np
-import tensorflow as tf
 
 import keras_psplus as psp
-from tests.pipeline import slow_writes
 
 PATTERNS = [["embedding", "recurrent"], ["dense*", "dropout"]]
 
@@ -32,7 +30,6 @@ def parse():
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--compression")
-    parser.add_argument("--writes", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=20.0)
     return parser.parse_args()
 
@@ -61,24 +58,6 @@ class Steps(keras.callbacks.Callback):
         self._count += 1
         print(f"step {self._count}", flush=True)
         time.sleep(self._pause)
-
-
-def slow_writes_are_there(strategy):
-    """Raises AssertionError if a step did not have what was written before it."""
-    found = write_and_read(strategy)
-    with psp.single_process():
-        expected = write_and_read(tf.distribute.get_strategy())
-    for own, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-6)
-    print("what was written is right", flush=True)
-
-
-def write_and_read(strategy):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model, read = slow_writes.written()
-    return [*read.values(), *model.get_weights()]
 
 
 def main():
@@ -117,8 +96,6 @@ def main():
         print(f"{path} is on {device}", flush=True)
     args.folder.mkdir(exist_ok=True)
     model.save(args.folder / "model.keras")
-    if args.writes:
-        slow_writes_are_there(strategy)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ LAYOUTS = {
     "all2": Layout(_all_reduce(shard="all"), workers=2),
     "tp2": Layout(_makes("ModelParallelStrategy", **_PATIENT), workers=2),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
+    "pipedream2": Layout(_makes("PipelineStrategy", schedule="pipedream"), workers=2, chief=True),
     "pipelines2x2": Layout(
         _makes("PipelineStrategy", microbatches=2, pipelines=2), workers=4, chief=True
     ),
