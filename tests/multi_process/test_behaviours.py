@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import keras_psplus as psp
-from tests.support.cluster import run
+from tests.support.cluster import makes_scope, run, strategy_of
 
 pytestmark = pytest.mark.processes
 
@@ -25,9 +25,9 @@ def digits_like(rows=96, seed=0):
     return (rng.normal(size=(rows, 8)) + y[:, None]).astype("float32"), y
 
 
-def classifier(strategy, *layers, **kwargs):
+def classifier(scope, *layers, **kwargs):
     """A model of layers that functions make, in the scope."""
-    with strategy.scope():
+    with scope():
         model = keras.Sequential([keras.Input((8,)), *[make() for make in layers]])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"], **kwargs)
@@ -44,7 +44,9 @@ def refused(message, function, *args, **kwargs):
     assert message in str(error.value) and "Received: " in str(error.value), error.value
 
 
-def models_outside_the_scope(strategy):
+@makes_scope
+def models_outside_the_scope(scope):
+    strategy = strategy_of(scope)
     x, y = digits_like()
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="forgotten")
     message = "The model 'forgotten' was built outside the strategy's scope"
@@ -58,7 +60,7 @@ def models_outside_the_scope(strategy):
         if strategy.task.task_index == 0:
             model.fit(x, y, epochs=3, verbose=0)
         before = model.evaluate(x, y, verbose=0)
-    student = classifier(strategy, dense(4))
+    student = classifier(scope, dense(4))
 
     class Baseline(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -95,8 +97,10 @@ def operations(function, *args):
     return {node.op for g in graphs for part in g.partition_graphs for node in part.node}, result
 
 
-def lookups(strategy):
-    with strategy.scope():
+@makes_scope
+def lookups(scope):
+    strategy = strategy_of(scope)
+    with scope():
         layer = keras.layers.Embedding(30, 4)
         layer.build()
         half = keras.layers.Embedding(30, 4, dtype="mixed_float16")
@@ -192,13 +196,14 @@ def test_dropout_draws_a_mask_for_each_replica():
     assert not np.array_equal(first, second)
 
 
-def noise():
+@makes_scope
+def noise(scope):
     """Weights of two runs from one seed; the last batch has one row, and a replica has none."""
     weights = {}
     for number in range(2):
         keras.utils.set_random_seed(7)
         model = classifier(
-            tf.distribute.get_strategy(),
+            scope,
             lambda: keras.layers.GaussianNoise(0.1),
             dense(16, activation="relu"),
             lambda: keras.layers.BatchNormalization(momentum=0.5),
@@ -217,11 +222,12 @@ def test_noise_is_reproducible_and_moving_averages_are_finite():
         assert np.isfinite(value).all()
 
 
-def frozen_layers(strategy):
-    model = classifier(strategy, dense(16), dense(4))
+@makes_scope
+def frozen_layers(scope):
+    model = classifier(scope, dense(16), dense(4))
     model.layers[0].trainable = False
     before = model.layers[0].get_weights()[0]
-    with strategy.scope():
+    with scope():
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(*digits_like(), batch_size=20, verbose=0)
     np.testing.assert_array_equal(before, model.layers[0].get_weights()[0])
@@ -245,8 +251,10 @@ def callbacks_that_write(folder, is_shared):
     ] + [keras.callbacks.ModelCheckpoint(str(folder / "best.weights.h5"), **best)] * is_shared
 
 
-def writing_callbacks(strategy, folder):
-    model = classifier(strategy, dense(8), dense(4))
+@makes_scope
+def writing_callbacks(scope, folder):
+    strategy = strategy_of(scope)
+    model = classifier(scope, dense(8), dense(4))
     x, y = digits_like()
     options = {"batch_size": 20, "verbose": 0}
     shared = callbacks_that_write(f"{folder}/written", True)
@@ -272,9 +280,11 @@ def test_callbacks_write_once_from_the_chief(tmp_path):
     assert [p for p in (tmp_path / "disk1").rglob("*") if p.is_file()] == []
 
 
-def save_and_load(strategy, folder):
+@makes_scope
+def save_and_load(scope, folder):
+    strategy = strategy_of(scope)
     path = os.path.join(folder, "saved.keras")
-    model = classifier(strategy, dense(8), lambda: keras.layers.BatchNormalization(), dense(4))
+    model = classifier(scope, dense(8), lambda: keras.layers.BatchNormalization(), dense(4))
     x, y = digits_like()
     model.fit(x, y, batch_size=20, verbose=0)
     model.save(path)
@@ -295,7 +305,7 @@ def save_and_load(strategy, folder):
     np.testing.assert_array_equal(unzipped.get_weights()[0], model.get_weights()[0])
     unzipped.load_weights(parts)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
-    with strategy.scope():
+    with scope():
         again = keras.models.load_model(path)
     np.testing.assert_array_equal(again.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0))
     again.fit(x, y, batch_size=20, verbose=0)
@@ -318,7 +328,9 @@ class Interrupted(Exception):
     pass
 
 
-def backup_and_restore(strategy, folder):
+@makes_scope
+def backup_and_restore(scope, folder):
+    strategy = strategy_of(scope)
     x, y = digits_like()
 
     class Interrupt(keras.callbacks.Callback):
@@ -351,13 +363,16 @@ def test_training_that_resumes_equals_uninterrupted(tmp_path):
     run("ar2", backup_and_restore, folder=str(tmp_path))
 
 
-def one_worker_stops(strategy):
+@makes_scope
+def one_worker_stops(scope):
+    strategy = strategy_of(scope)
+
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 2 and strategy.task.task_index == 1:
                 self.model.stop_training = True
 
-    model = classifier(strategy, dense(4))
+    model = classifier(scope, dense(4))
     history = model.fit(*digits_like(), epochs=10, verbose=0, callbacks=[Stop()]).history
     return {"epochs": len(history["loss"])}
 
@@ -366,10 +381,12 @@ def test_a_stop_on_one_worker_stops_all():
     assert run("ar2", one_worker_stops).first["epochs"] == 3
 
 
-def own_loop(strategy):
+@makes_scope
+def own_loop(scope):
     """TensorFlow's custom training loop with Keras layers, metrics and optimizer."""
+    strategy = strategy_of(scope)
     x, y = digits_like()
-    with strategy.scope():
+    with scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
@@ -417,7 +434,8 @@ class Critic(keras.Model):
         return {"loss": loss}
 
 
-def optimizers_of_a_step(strategy):
+@makes_scope
+def optimizers_of_a_step(scope):
     """That of a teacher, which is made in one process and steps no more, may be outside."""
     x, y = digits_like()
     with psp.single_process():
@@ -425,7 +443,7 @@ def optimizers_of_a_step(strategy):
         teacher = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
         teacher.compile("sgd", "mse")
         teacher.fit(x, keras.utils.to_categorical(y, 4), verbose=0)
-    with strategy.scope():
+    with scope():
         model = Critic(outside)
         model.compile("sgd", "mse")
         student = Critic(keras.optimizers.SGD(), teacher)
@@ -435,16 +453,17 @@ def optimizers_of_a_step(strategy):
     return student, {}
 
 
-def parts_outside_the_scope(strategy):
+@makes_scope
+def parts_outside_the_scope(scope):
     x, y = digits_like()
-    with strategy.scope():
+    with scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     outside, stray = keras.optimizers.SGD(), keras.metrics.Mean(name="stray")
     refused("outside the strategy's scope", model.compile, outside, "mse")
     refused("stray", model.compile, "sgd", "mse", metrics=[stray])
     layer = keras.layers.Dense(4)
     layer.build((None, 8))
-    with strategy.scope():
+    with scope():
         mixed = keras.Sequential([keras.Input((8,)), layer])
         mixed.compile("sgd", "mse")
     refused("kernel", mixed.fit, x, y)

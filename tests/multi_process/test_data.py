@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import jobs
-from tests.support.cluster import run
+from tests.support.cluster import makes_scope, run, strategy_of
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -439,11 +439,13 @@ def trained_by_hand(model, x, y, steps):
     return losses
 
 
-def convolutions_of_shares_of_unequal_length(strategy):
+@makes_scope
+def convolutions_of_shares_of_unequal_length(scope):
     """One worker has seven rows and one has three: after two of four steps, it has none."""
+    strategy = strategy_of(scope)
     is_first = strategy.task.task_index == 0
     x, y, data = small_images(slice(0, 7) if is_first else slice(7, 10))
-    with strategy.scope():
+    with scope():
         model = convolution(synchronized=True)
         model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
     # The batches of both together, and one process by hand.

@@ -350,8 +350,15 @@ class Counts(layers.Layer):
 def stateful():
     """What depends on the order of micro-batches: no reference for one process."""
     stack = [layers.Dense(12), layers.BatchNormalization(momentum=0.7), layers.Dropout(0.3)]
-    stack += [Counts(), layers.SpectralNormalization(layers.Dense(8)), layers.GaussianNoise(0.1)]
-    return Task(keras.Sequential([*stack, layers.Dense(3)]))
+    stack += [Counts(), layers.Dense(8, "tanh"), layers.GaussianNoise(0.1), layers.Dense(3)]
+    return Task(keras.Sequential(stack))
+
+
+def spectral():
+    """The same, and weights that the forward pass changes."""
+    stack = [layers.Dense(12, use_bias=False), layers.BatchNormalization(), layers.Dropout(0.3)]
+    stack += [layers.SpectralNormalization(layers.Dense(8)), layers.Dense(3)]
+    return Task(keras.Sequential(stack))
 
 
 def noisy():

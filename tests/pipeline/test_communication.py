@@ -1,6 +1,7 @@
 """Bytes that a pipeline counts, beside those that can be computed by hand."""
 
 import collections
+from unittest import mock
 
 import keras
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.pipeline import startup
+from tests.support.cluster import makes_scope, run
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -49,6 +52,7 @@ def of_sequences():
     return keras.Sequential(stack), data.apply(tf.data.experimental.assert_cardinality(3))
 
 
+MODELS = {"dense": dense, "residual": residual, "of_sequences": of_sequences}
 # Of float32. The third layer gets the activations of the second.
 CROSSING = ROWS * WIDTH * 4
 KERNELS = [INPUTS * WIDTH, WIDTH * WIDTH, WIDTH * WIDTH, WIDTH * CLASSES]
@@ -60,82 +64,88 @@ FORWARD, BACKWARD = ("stage 0 -> stage 1", "forward"), ("stage 1 -> stage 0", "b
 OUTPUTS = ROWS // 2 * CLASSES * 4
 
 
-@pytest.fixture
-def counted(pipeline):
-    """Trains, evaluates and predicts in stages, and returns what was counted."""
-
-    def count(make=dense, schedule="gpipe", **options):
-        keras.backend.clear_session()
-        strategy = pipeline(
-            microbatches=2, stages=[["a", "b"], ["c", "d"]], schedule=schedule, **options
+@makes_scope
+def counted(scope, make="dense", pipelines=1, **options):
+    """Trains, evaluates and predicts in stages on two or four devices; returns what was counted."""
+    devices = startup.local_devices()[: 2 * pipelines]
+    with mock.patch.object(startup, "local_devices", lambda: devices):
+        strategy = psp.PipelineStrategy(
+            2, stages=[["a", "b"], ["c", "d"]], pipelines=pipelines, **options
         )
-        with strategy.scope():
-            model, data = make()
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(global_clipnorm=1.0), loss, metrics=["accuracy"])
-        monitor = psp.callbacks.CommunicationMonitor()
-        logs = model.fit(data, validation_data=data, callbacks=[monitor], verbose=0).history
-        model.predict(data, verbose=0)
-        return strategy.communication.traffic(), logs
+    with strategy.scope():
+        model, data = MODELS[make]()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(global_clipnorm=1.0), loss, metrics=["accuracy"])
+    monitor = psp.callbacks.CommunicationMonitor()
+    logs = model.fit(data, validation_data=data, callbacks=[monitor], verbose=0).history
+    model.predict(data, verbose=0)
+    traffic = strategy.communication.traffic()
+    return {
+        "ways": [(one.path, one.direction, str(one.compressor)) for one in traffic],
+        "bytes": [(one.logical_bytes, one.compressed_bytes, one.wire_bytes) for one in traffic],
+        "of a step": logs["comm/bytes"],
+        "ratio": logs["comm/ratio"],
+    }
 
-    return count
+
+def count(**options):
+    """The rows that were counted, and logs."""
+    found = run("pipelines4", counted, **options).first
+    rows = [(*way, *sizes) for way, sizes in zip(found["ways"], found["bytes"].tolist())]
+    return rows, found
 
 
-def by_direction(traffic):
+def by_direction(rows):
     """Logical and compressed bytes, by direction; paths of pipelines count as a direction."""
     sums = collections.defaultdict(lambda: [0, 0])
-    for one in traffic:
-        assert one.wire_bytes == one.compressed_bytes
-        is_of_activations = one.direction in ("forward", "backward")
-        key = (one.path, one.direction) if is_of_activations else one.direction
-        sums[key][0] += one.logical_bytes
-        sums[key][1] += one.compressed_bytes
+    for path, direction, _, logical, compressed, wire in rows:
+        assert wire == compressed
+        key = (path, direction) if direction in ("forward", "backward") else direction
+        sums[key][0] += logical
+        sums[key][1] += compressed
     return dict(sums)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *extended("gpipe", "pipedream")])
-def test_activations_and_their_gradients(schedule, counted):
-    traffic, logs = counted(schedule=schedule)
-    assert by_direction(traffic) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
-    assert logs["comm/bytes"] == [2 * CROSSING / STEPS]
-    assert logs["comm/ratio"] == [1.0]
+def test_activations_and_their_gradients(schedule):
+    rows, logs = count(schedule=schedule)
+    assert by_direction(rows) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
+    assert logs["of a step"] == [2 * CROSSING / STEPS]
+    assert logs["ratio"] == [1.0]
 
 
-def test_activation_compression(counted):
+def test_activation_compression():
     # Micro-batches of the second batch have fewer than 1,024 numbers, and go as they are.
     small = CROSSING // 5
     large = CROSSING - small
     expected = {
         (*way, *numbers)
         for way in (FORWARD, BACKWARD)
-        for numbers in (("Cast()", large, large // 2), (None, small, small))
+        for numbers in (("Cast()", large, large // 2), ("None", small, small))
     }
-    traffic, logs = counted(activation_compression="bf16")
-    assert {
-        (one.path, one.direction, one.compressor, one.logical_bytes, one.compressed_bytes)
-        for one in traffic
-    } == expected
-    assert logs["comm/ratio"] == [CROSSING / (large // 2 + small)]
+    rows, logs = count(activation_compression="bf16", schedule="gpipe")
+    assert {tuple(row[:-1]) for row in rows} == expected
+    assert logs["ratio"] == [CROSSING / (large // 2 + small)]
 
 
 @pytest.mark.extended
-def test_sums_of_residual_connections_go_nowhere(counted):
+def test_sums_of_residual_connections_go_nowhere():
     # The activations of the first layer and of the second.
-    found = by_direction(counted(residual)[0])
+    found = by_direction(count(make="residual", schedule="gpipe")[0])
     assert found == {FORWARD: [2 * CROSSING] * 2, BACKWARD: [2 * CROSSING] * 2}
 
 
 @pytest.mark.extended
-def test_sequences_of_changing_lengths(counted):
+def test_sequences_of_changing_lengths():
     crossing = ROWS * sum(LENGTHS) * WIDTH * 4
-    found = by_direction(counted(of_sequences)[0])
+    found = by_direction(count(make="of_sequences", schedule="gpipe")[0])
     assert found == {FORWARD: [crossing] * 2, BACKWARD: [crossing] * 2}
 
 
 @pytest.mark.extended
-def test_pipelines(counted):
-    traffic, _ = counted(pipelines=2)
-    assert by_direction(traffic) == {
+def test_pipelines():
+    rows, _ = count(pipelines=2, schedule="gpipe")
+    assert by_direction(rows) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS] * 2,
@@ -144,15 +154,15 @@ def test_pipelines(counted):
         ("pipeline 1 -> pipeline 0", "forward"): [OUTPUTS] * 2,
         ("pipeline 0 -> pipeline 1", "backward"): [OUTPUTS] * 2,
     }
-    paths = {one.path for one in traffic if one.direction == "weight"}
+    paths = {path for path, direction, *_ in rows if direction == "weight"}
     assert paths == {f"stack/{layer}/{name}" for layer in "abcd" for name in ("kernel", "bias")}
 
 
-def test_gradients_between_pipelines_are_compressed(counted):
+def test_gradients_between_pipelines_are_compressed():
     # A float32 for each block of 256 elements; vectors go as they are.
     kernels = sum(size + 4 * -(-size // 256) for size in KERNELS)
-    traffic, _ = counted(pipelines=2, schedule="1f1b", compression="int8")
-    assert by_direction(traffic) == {
+    rows, _ = count(pipelines=2, compression="int8")
+    assert by_direction(rows) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS, STEPS * (kernels + 4 * BIASES)],

@@ -3,10 +3,9 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.pipeline import models
-from tests.support.cluster import equals_one_process
+from tests.support.cluster import equals_one_process, makes_scope, strategy_of
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -14,8 +13,9 @@ pytestmark = pytest.mark.processes
 layers = keras.layers
 
 
-def compiled(name):
-    strategy, make = tf.distribute.get_strategy(), getattr(models, name)
+@makes_scope
+def compiled(scope, name):
+    strategy, make = strategy_of(scope), getattr(models, name)
     compiles = True if hasattr(strategy, "engine") else "auto"
     model, history, predicted = models.train(strategy, make, jit_compile=compiles)
     return model, {**history, "predicted": predicted}

@@ -20,7 +20,7 @@ from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import batch_parts
 from tests.pipeline import models
 from tests.pipeline.models import CPU, CROSSENTROPY, X, Y, check_equal, layers, train, wide
-from tests.support.cluster import equals_one_process
+from tests.support.cluster import equals_one_process, makes_scope, strategy_of
 from tests.support.jobs import environment, run_in_processes, wait_for
 from tests.support.tiers import extended
 
@@ -48,13 +48,14 @@ def test_three_pipelines_equal_plain_keras(pipeline):
 
 
 def test_two_pipelines_do_what_one_does_of_as_many_micro_batches(pipeline):
-    one = in_pipelines(pipeline(microbatches=4), models.stateful)
-    two = in_pipelines(pipeline(pipelines=2, microbatches=2), models.stateful)
+    one = in_pipelines(pipeline(microbatches=4), models.spectral)
+    two = in_pipelines(pipeline(pipelines=2, microbatches=2), models.spectral)
     check_equal(two, one)
 
 
-def on_workers():
-    model, history, _ = in_pipelines(tf.distribute.get_strategy(), models.skips, assigns=True)
+@makes_scope
+def on_workers(scope):
+    model, history, _ = in_pipelines(strategy_of(scope), models.skips, assigns=True)
     return model, history
 
 
@@ -86,7 +87,7 @@ def test_a_lost_worker_is_named_and_residuals_resume(tmp_path):
     with LocalCluster(
         command, workers=4, chief=True, env=environment(), log_dir=tmp_path, failure_grace=60
     ) as cluster:
-        wait_for(cluster.log_path("chief-0"), "step 12\n")
+        wait_for((cluster.log_path("chief-0"), "step 12\n"), 120)
         os.kill(cluster.pids["worker-3"], signal.SIGKILL)
         result = cluster.wait(timeout=60)
     failed = result.logs["chief-0"]
