@@ -21,28 +21,27 @@ ONLY_ASYNCHRONOUS = {
 # By layout, the cases of `make test`.
 TESTED = {
     "ar3": "last_batch_of_one_row",
-    "ar2x2": "last_batch_of_one_row",
     "devices2": "convolutions_of_single_rows run_eagerly evaluate_and_predict",
     "stages2": "last_batch_of_one_row much_at_once",
     "pipelines4": "several_inputs_and_outputs",
     "async_sharded": """
         metrics_that_replace_or_have_several_results callbacks_between_the_steps
-        outputs_of_predict masked_sequence_loss
+        outputs_of_predict
     """,
     "sync_sharded": """
-        own_loss_with_an_empty_replica adamw_with_schedule_and_average grain_dataset
+        own_loss_with_an_empty_replica adamw_with_schedule_and_average masked_sequence_loss
     """,
     "ar2": """
-        py_dataset ragged_and_sparse_rows on_batch gradient_accumulation_in_loop
+        ragged_and_sparse_rows on_batch gradient_accumulation_in_loop
         step_of_its_own_without_call own_loss_as_vector in_batch_negatives losses_in_metrics
         logs_of_metrics regularisers_and_constraint synchronised_batch_normalisation
-        positions_of_tokens mixed_precision_skips_overflow float8
+        positions_of_tokens mixed_precision_skips_overflow
     """,
 }
 # Those that `make test-all` adds; `ar2` has all the others.
 MORE = {
     "ar3": "evaluate_and_predict maps_of_own_rows",
-    "ar2x2": "evaluate_and_predict",
+    "ar2x2": "last_batch_of_one_row evaluate_and_predict",
     "devices2": """
         synchronised_batch_normalisation gradient_accumulation_in_loop own_loss_as_vector
         mixed_precision_skips_overflow on_batch
@@ -65,13 +64,16 @@ MORE = {
     "async_sharded": """
         global_clipnorm adamw_with_schedule_and_average moving_average_after_skipped_steps
         several_steps_in_a_loop embeddings_of_several_widths mixed_precision_skips_overflow
+        masked_sequence_loss
     """,
     "sync_threads": """
         steps_per_execution regularisers_and_constraint convolutions_of_single_rows
         positions_of_tokens mixed_precision_skips_overflow losses_in_metrics logs_of_metrics
         step_of_its_own_without_call ragged_and_sparse_rows perplexity_of_keras_hub
     """,
-    "sync_sharded": "gradient_accumulation_in_loop much_at_once positions_of_tokens",
+    "sync_sharded": """
+        gradient_accumulation_in_loop much_at_once positions_of_tokens grain_dataset
+    """,
 }
 MORE["ar2"] = " ".join(CASES.keys() - ONLY_ASYNCHRONOUS - set(TESTED["ar2"].split()))
 

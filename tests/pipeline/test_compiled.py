@@ -6,7 +6,6 @@ import pytest
 
 from tests.pipeline import models
 from tests.support.cluster import equals_one_process, makes_scope, strategy_of
-from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +20,8 @@ def compiled(scope, name):
     return model, {**history, "predicted": predicted}
 
 
-@pytest.mark.parametrize("name", ["skips", *extended("attention")])
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["skips", "attention"])
 def test_compiled_stages_on_workers_equal_plain_keras(name):
     equals_one_process("pipeline2", compiled, name=name)
 
