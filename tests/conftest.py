@@ -53,7 +53,7 @@ LONG = (
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
     *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
-    *("serving", "tensor_parallel", "files"),
+    *("serving", "tensor_parallel", "keras_hooks", "files"),
     *(
         "core/test_slow_task.py",
         "gpu/test_steps.py",
@@ -62,7 +62,6 @@ WARM = (
         "cluster/test_early_init.py",
         "cluster/test_serve.py",
         "cluster/test_rendezvous.py",
-        "keras_hooks/test_hooks.py",
         "tests/test_log.py",
     ),
 )

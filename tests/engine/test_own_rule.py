@@ -7,7 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
+from tests.support.jobs import run_in_processes
+from tests.support.tiers import extended
+
+pytestmark = pytest.mark.processes
 
 FILE = pathlib.Path(__file__).with_name("own_rule.py")
 
@@ -32,11 +35,11 @@ def rows_by_hand():
     [
         ("all_reduce", {"workers": 2}),
         # One worker has all batches in their order.
-        ("parameter_server", {"workers": 1, "ps": 1, "chief": True}),
+        *extended(("parameter_server", {"workers": 1, "ps": 1, "chief": True})),
     ],
 )
 def test_engines_call_it(kind, cluster):
-    logs = run_in_processes(FILE, **cluster, args=[kind], timeout=560).logs
+    logs = run_in_processes(FILE, kind, **cluster, timeout=560).logs
     for name, expected in (("weights", by_hand()), ("rows", rows_by_hand())):
         pattern = re.compile(rf"^{name} (.*)$", re.MULTILINE)
         found = [weights for log in logs.values() for weights in pattern.findall(log)]

@@ -6,7 +6,10 @@ import re
 
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
+from tests.support.jobs import run_in_processes
+from tests.support.tiers import extended
+
+pytestmark = pytest.mark.processes
 
 FOLDER = pathlib.Path(__file__).parent
 RATE, STEPS = 0.1, 3
@@ -22,7 +25,7 @@ def by_hand():
 
 
 # The neighbour of one of two is the other.
-@pytest.mark.parametrize("name", ["averaging", "gossip"])
+@pytest.mark.parametrize("name", ["averaging", *extended("gossip")])
 def test_fit_averages_weights_after_each_epoch_in_two_processes(name):
     logs = run_in_processes(FOLDER / f"{name}.py", workers=2, timeout=560).logs
     for log in logs.values():

@@ -3,7 +3,7 @@
 import ast
 import pathlib
 
-import pytest
+from tests.support.tables import for_each
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -13,7 +13,7 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("name", ["averaging", "gossip", "own_rule"])
+@for_each("name", ["averaging", "gossip", "own_rule"])
 def test_a_stranger_needs_sixty_lines_and_public_names(name):
     text = (FOLDER / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 60

@@ -65,7 +65,7 @@ def replaced():
     assert "keras_psplus>DynamicEmbedding" in keras.saving.get_custom_objects()
     keras_psplus.MultiWorkerMirroredStrategy()
     listed = sorted(hook.where for hook in HOOKS if hook.find is not None)
-    print(json.dumps([by_import, changed_since(before), listed]))
+    print("found", json.dumps([by_import, changed_since(before), listed]))
 
 
 def changed_since(before):
@@ -92,12 +92,12 @@ def asked():
         seen.add("tensorflow.python.framework.func_graph.func_graph_from_py_func")
     if early_init._state.frames:
         seen.add("tensorflow.python.eager.context.Context.ensure_initialized")
-    print(json.dumps(sorted(seen)))
+    print("found", json.dumps(sorted(seen)))
     from tests.keras_hooks import gradient_trace
 
     way = gradient_trace.trace()
     functions = {file: sorted(names) for file, names in sorted(way.functions.items())}
-    print(json.dumps([functions, way.hooks]))
+    print("found", json.dumps([functions, way.hooks]))
 
 
 def note_calls(owner, name, note):
@@ -159,7 +159,9 @@ def servers():
                 isinstance(model.trainable_variables[0].value, PulledVariable)
             ),
         }
-    print(json.dumps(sorted(seen | {name for name, is_asked in others.items() if is_asked})))
+    print(
+        "found", json.dumps(sorted(seen | {name for name, is_asked in others.items() if is_asked}))
+    )
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,15 +2,15 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_psplus
 from keras_psplus.keras_hooks import finders
+from tests.support.jobs import run_script
 
 
 def test_keras_internals_are_imported_by_one_module_only():
@@ -54,10 +54,8 @@ def test_other_strategies_have_no_engine(monkeypatch):
     assert finders.of_step() is None
 
 
-def test_plain_keras_trains_as_without_the_library():
-    source = """
-import os, sys
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+PLAIN = """
+import sys
 import keras, numpy as np
 if sys.argv[1] == "with":
     import keras_psplus
@@ -66,16 +64,17 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.la
 model.compile(keras.optimizers.Adam(clipnorm=1.0), "mse", metrics=["mae"])
 x = np.arange(40, dtype="float32").reshape(10, 4) / 40
 history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
-print([float(w.sum()) for w in model.get_weights()], history.history)
+print("results", [float(w.sum()) for w in model.get_weights()], history.history)
 """
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", source, how], capture_output=True, text=True, timeout=120
-        )
-        for how in ("with", "without")
-    ]
-    assert outputs[0].returncode == 0, outputs[0].stderr[-3000:]
-    assert outputs[0].stdout == outputs[1].stdout != ""
+
+
+@pytest.mark.processes
+def test_plain_keras_trains_as_without_the_library(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    logs = [run_script(script, how, timeout=120) for how in ("with", "without")]
+    first, second = ([line for line in log.splitlines() if "results" in line] for log in logs)
+    assert first == second != []
 
 
 def test_one_replica_is_plain_keras():

@@ -1,240 +1,274 @@
-"""Data is seen once, files are written once, workers stop and resume together."""
+"""What several workers do beyond equal numbers: layers, callbacks, files, refusals."""
 
-import contextlib
 import csv
+import multiprocessing
 import os
 import pathlib
-import re
-import subprocess
-import sys
+import signal
+import time
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
 
-from keras_psplus.cluster.testing import run_in_processes
-from tests.selection import cases
-from tests.support.results import load
+import keras_psplus as psp
+from tests.support.cluster import makes_scope, run, strategy_of
 
-SOURCE = pathlib.Path(__file__).with_name("behaviours.py")
-BEHAVIOURS = re.findall(r"^@behaviour\ndef (\w+)\(", SOURCE.read_text(), re.MULTILINE)
-WORKERS = 2
-
-
-class Run:
-    def __init__(self, folder, logs):
-        self.folder, self.logs = folder, logs
-
-    def __getitem__(self, name):
-        """The results of one behaviour, by worker."""
-        workers = [f"worker-{i}" for i in range(WORKERS)]
-        return [load(self.folder / f"{name}.{w}.npz", self.logs[w]) for w in workers]
+pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def run(request, tmp_path_factory):
-    names = ",".join(cases(request, argument="name"))
-    folder = tmp_path_factory.mktemp("behaviours")
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    with data_service({**os.environ, **env}, folder / "service.log") as address:
-        result = run_in_processes(
-            SOURCE,
-            workers=WORKERS,
-            timeout=560,
-            env=env,
-            args=["--out", folder, "--only", names, "--service", address],
-        )
-    return Run(folder, result.logs)
+def digits_like(rows=96, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 4, rows).astype("int32")
+    return (rng.normal(size=(rows, 8)) + y[:, None]).astype("float32"), y
 
 
-@contextlib.contextmanager
-def data_service(env, log):
-    """A dispatcher and two workers of the tf.data service: its address."""
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(SOURCE.with_name("data_service.py"))],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-    try:
-        address = process.stdout.readline().decode().strip()
-        assert address.startswith("grpc://"), log.read_text(errors="replace")[-4000:]
-        yield address
-    finally:
-        process.stdin.close()
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def classifier(scope, *layers, **kwargs):
+    """A model of layers that functions make, in the scope."""
+    with scope():
+        model = keras.Sequential([keras.Input((8,)), *[make() for make in layers]])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"], **kwargs)
+    return model
 
 
-@pytest.mark.parametrize("name", BEHAVIOURS)
-def test_workers_end_with_the_same_weights(name, run):
-    first, *others = run[name]
-    for other in others:
-        for key in first:
-            if key.startswith("weights/"):
-                np.testing.assert_array_equal(first[key], other[key], err_msg=key)
+def dense(units, **kwargs):
+    return lambda: keras.layers.Dense(units, **kwargs)
 
 
-def epochs(results):
-    """For each epoch, the ids that each worker saw."""
-    return [[worker[key] for worker in results] for key in sorted(results[0])]
+def refused(message, function, *args, **kwargs):
+    with pytest.raises(ValueError) as error:
+        function(*args, **kwargs)
+    assert message in str(error.value) and "Received: " in str(error.value), error.value
 
 
-def assert_each_id_once(results, ids):
-    for seen in epochs(results):
-        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), ids)
-        assert min(len(part) for part in seen) > 0.6 * len(ids) / WORKERS
+@makes_scope
+def models_outside_the_scope(scope):
+    strategy = strategy_of(scope)
+    x, y = digits_like()
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="forgotten")
+    message = "The model 'forgotten' was built outside the strategy's scope"
+    refused(message, model.compile, "sgd", "mse")
+    with psp.single_process():
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for method in (model.fit, model.train_on_batch, model.evaluate, model.test_on_batch):
+        refused(message, method, x, y)
+    with psp.single_process():
+        # Each worker by itself, at times of its own, and also while the strategy's model trains.
+        if strategy.task.task_index == 0:
+            model.fit(x, y, epochs=3, verbose=0)
+        before = model.evaluate(x, y, verbose=0)
+    student = classifier(scope, dense(4))
+
+    class Baseline(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with psp.single_process():
+                model.fit(x, y, verbose=0)
+
+    student.fit(x, y, batch_size=20, verbose=0, callbacks=[Baseline()])
+    with psp.single_process():
+        after = model.evaluate(x, y, verbose=0)
+    # Whether the context is there or not, a model of the scope is trained by the strategy.
+    with psp.single_process():
+        student.fit(x, y, batch_size=20, verbose=0)
+    return student, {"losses": [before, after]}
 
 
-@pytest.mark.parametrize(
-    "name, ids",
-    [
-        ("shuffled_arrays", range(103)),
-        ("arrays_shuffled_by_batch", range(103)),
-        ("unseeded_dataset", range(103)),
-        ("shuffled_py_dataset", range(103)),
-        ("files_shared_out", [*range(20), *range(20, 39), *range(40, 58)]),
-    ],
-)
-def test_each_element_is_seen_once_an_epoch(name, ids, run):
-    assert_each_id_once(run[name], np.asarray(ids))
-
-
-@pytest.mark.cases("unseeded_dataset_with_cache_and_repeat")
-def test_repeated_dataset_is_seen_whole(run):
-    seen = np.concatenate(
-        [ids for epoch in epochs(run["unseeded_dataset_with_cache_and_repeat"]) for ids in epoch]
-    )
-    np.testing.assert_array_equal(np.bincount(seen), np.full(100, 2))
-
-
-@pytest.mark.parametrize("name", ["shuffled_arrays", "unseeded_dataset", "shuffled_py_dataset"])
-def test_each_epoch_has_an_order_of_its_own(name, run):
-    first, second = epochs(run[name])
-    assert not np.array_equal(first[0], np.sort(first[0]))
-    assert not np.array_equal(first[0], second[0])
-
-
-@pytest.mark.cases("arrays_shuffled_by_batch")
-def test_batches_are_shuffled_within(run):
-    for seen in epochs(run["arrays_shuffled_by_batch"]):
-        for first in range(0, 100, 10):
-            batch = np.concatenate([ids[first // 2 : first // 2 + 5] for ids in seen])
-            np.testing.assert_array_equal(np.sort(batch), np.arange(first, first + 10))
-
-
-@pytest.mark.parametrize("name", ["own_shares_of_unequal_length", "arrays_of_unequal_length"])
-def test_workers_with_less_data_wait_for_the_others(name, run):
-    for worker, rows in enumerate((40, 75)):
-        for ids in epochs(run[name]):
-            expected = np.arange(1000 * worker, 1000 * worker + rows)
-            np.testing.assert_array_equal(np.sort(ids[worker]), expected)
-
-
-@pytest.mark.cases("own_shares_of_changing_length")
-def test_own_shares_may_have_another_length_in_each_epoch(run):
-    for worker, lengths in enumerate(((40, 75, 9), (20, 5, 48))):
-        for epoch, ids in enumerate(epochs(run["own_shares_of_changing_length"])):
-            first = 1000 * (10 * worker + epoch)
-            np.testing.assert_array_equal(np.sort(ids[worker]), first + np.arange(lengths[epoch]))
-
-
-@pytest.mark.parametrize("name", ["dataset_of_changing_length", "changing_length_in_several_steps"])
-def test_a_dataset_may_have_another_length_in_each_epoch(name, run):
-    for epoch, (ids, rows) in enumerate(zip(epochs(run[name]), (23, 103, 7), strict=True)):
-        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), 1000 * epoch + np.arange(rows))
-
-
-@pytest.mark.cases("data_service")
-def test_each_row_of_the_data_service_is_seen_once_an_epoch(run):
-    seen = epochs(run["data_service"])
-    assert len(seen) == 4
-    for ids in seen:
-        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(640))
-    assert "share (tf.data service, job 'train')" in run.logs["worker-0"]
-
-
-@pytest.mark.cases("data_service_in_functions")
-def test_the_data_service_is_found_in_functions(run):
-    (ids,) = epochs(run["data_service_in_functions"])
-    np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(203))
-
-
-@pytest.mark.cases("data_service_with_jobs_of_its_own")
-def test_jobs_of_each_worker_are_its_own_share(run):
-    (ids,) = epochs(run["data_service_with_jobs_of_its_own"])
-    for seen in ids:
-        np.testing.assert_array_equal(np.sort(seen), np.arange(203))
-
-
-@pytest.mark.cases("shuffled_arrays", "files_shared_out", "arrays_of_unequal_length")
-def test_one_log_line_says_how_data_are_shared_out(run):
-    log = run.logs["worker-0"]
-    assert "103 rows in batches of 10, each split by rows, shuffled alike" in log
-    assert "the workers' data differ (worker-0: rows=40" in log
-    assert "AutoShardPolicy.FILE" in log
-    assert "data over" not in run.logs["worker-1"]
-
-
-@pytest.mark.cases("maps_of_own_rows")
-@pytest.mark.parametrize("pipeline", ["shuffled", "generated", "trusted", "unknown"])
-def test_each_worker_maps_its_own_rows(pipeline, run):
-    workers = run["maps_of_own_rows"]
-    seen = [set(worker[f"{pipeline}/seen"]) for worker in workers]
-    mapped = [set(worker[f"{pipeline}/mapped"]) for worker in workers]
-    assert set.union(*seen) == set(range(103))
-    # Of the last batch, a worker that has as many rows of others maps all three.
-    assert [len(ids) for ids in seen] == [52, 51]
-    if pipeline == "unknown":
-        # Python code that may keep what it has seen.
-        assert mapped == [set(range(103))] * 2
-    else:
-        assert [len(ids) for ids in mapped] == [53, 53]
-        assert all(ids > own for ids, own in zip(mapped, seen, strict=True))
-
-
-@pytest.mark.cases("maps_of_own_rows")
-def test_one_log_line_says_who_maps_which_rows(run):
-    assert run["maps_of_own_rows"]
-    log = run.logs["worker-0"]
-    assert "split by rows; each worker maps only its own rows (1 map before the batch)" in log
-    assert "every worker runs the whole pipeline, as a map runs Python code (PyFunc)" in log
-
-
-@pytest.mark.cases("models_outside_the_scope")
-def test_a_model_of_one_process_is_its_own(run):
-    first, second = (worker["losses"] for worker in run["models_outside_the_scope"])
-    assert first[0] != second[0]
-    for before, after in (first, second):
+def test_a_model_of_one_process_is_its_own():
+    first, second = run("ar2", models_outside_the_scope, same=False).values()
+    for key in first.keys() - {"losses"}:
+        np.testing.assert_array_equal(first[key], second[key])
+    assert first["losses"][0] != second["losses"][0]
+    for before, after in (first["losses"], second["losses"]):
         assert after < before
 
 
-@pytest.mark.cases("dropout_draws_a_mask_for_each_replica")
-def test_dropout_masks_differ(run):
-    a, b = (worker["mask"] for worker in run["dropout_draws_a_mask_for_each_replica"])
-    assert a.shape == b.shape == (4, 64)
-    assert not np.array_equal(a, b)
+def operations(function, *args):
+    """Kinds of the operations that TensorFlow runs for a function of the graph, and its result."""
+    runtime = tf_context.context()
+    runtime.enable_graph_collection()
+    try:
+        result = function(*args)
+        graphs = runtime.export_run_metadata().function_graphs
+    finally:
+        runtime.disable_graph_collection()
+    return {node.op for g in graphs for part in g.partition_graphs for node in part.node}, result
 
 
-@pytest.mark.cases("noise_is_reproducible")
-def test_noise_is_reproducible_from_the_seed(run):
-    results = run["noise_is_reproducible"][0]
-    for key in [k for k in results if k.startswith("0/")]:
-        np.testing.assert_array_equal(results[key], results[f"1/{key[2:]}"])
+@makes_scope
+def lookups(scope):
+    strategy = strategy_of(scope)
+    with scope():
+        layer = keras.layers.Embedding(30, 4)
+        layer.build()
+        half = keras.layers.Embedding(30, 4, dtype="mixed_float16")
+        half.build()
+    table, ids = layer.embeddings, tf.constant([[3, -1], [3, 7]])
+
+    @tf.function
+    def looked_up(ids):
+        def replica(ids):
+            with tf.GradientTape() as tape:
+                rows = layer(ids)
+                loss = tf.reduce_sum(rows * rows)
+            (gradient,) = tape.gradient(loss, [table.value])
+            assert isinstance(gradient, tf.IndexedSlices), gradient
+            short = tf.constant([2], tf.int16)
+            direct = tf.gather(table.value, short), tf.gather_nd(table.value, [[5]])
+            return rows, tf.convert_to_tensor(gradient), half(ids), *direct
+
+        return strategy.run(replica, (ids,))
+
+    whole = table.numpy()
+    kinds, results = operations(looked_up, ids)
+    assert "ResourceGather" in kinds and "ReadVariableOp" not in kinds, kinds
+    rows, gradient, halves, row, element = results
+    np.testing.assert_array_equal(rows, whole[ids.numpy()])
+    np.testing.assert_array_equal(row, whole[[2]])
+    np.testing.assert_array_equal(element, whole[[5]])
+    assert halves.dtype == tf.float16
+    np.testing.assert_array_equal(halves, half.embeddings.numpy()[ids.numpy()].astype("float16"))
+    expected = np.zeros_like(whole)
+    np.add.at(expected, ids.numpy(), 2 * whole[ids.numpy()])
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    # Outside of steps, too, and where a scope of Keras's gives another value.
+    np.testing.assert_array_equal(layer(ids), whole[ids.numpy()])
+    with keras.StatelessScope([(table, tf.ones((30, 4)))]):
+        np.testing.assert_array_equal(layer(ids), np.ones((2, 2, 4)))
+    return {"table": whole}
 
 
-@pytest.mark.cases("batch_normalisation_averages")
-def test_moving_averages_are_finite(run):
-    for array in run["batch_normalisation_averages"][0].values():
-        assert np.isfinite(array).all()
+def test_lookups_read_rows():
+    """Of an embedding's whole table, TensorFlow would make a copy in each step."""
+    run("ar2", lookups)
 
 
-@pytest.mark.cases("writing_callbacks")
-def test_callbacks_write_once_from_the_chief(run):
-    assert run["writing_callbacks"]
-    folder = run.folder / "written"
+class EndlessBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        return np.ones((4, 3)), np.ones((4, 1))
+
+
+def forked_processes():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    process.start()
+    time.sleep(0.5)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM, process.exitcode
+    data = EndlessBatches(workers=2, use_multiprocessing=True)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(data, epochs=1, steps_per_epoch=2, verbose=0)
+    return model, {}
+
+
+def test_forked_processes_end_when_terminated():
+    """Those of a pool of Keras's that is stopped early, too, which nobody else could end."""
+    run("ar2", forked_processes)
+
+
+def dropout():
+    masks = []
+
+    class Probe(keras.layers.Layer):
+        def call(self, x):
+            def note(values):
+                masks.append(values)
+                return values
+
+            return tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), x.shape)
+
+    layers = [keras.Input((64,)), keras.layers.Dropout(0.5), Probe(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 64), "float32"), np.ones((8, 1)), batch_size=8, verbose=0)
+    return {"mask": masks[0]}
+
+
+def test_dropout_draws_a_mask_for_each_replica():
+    first, second = (found["mask"] for found in run("ar2", dropout, same=False).values())
+    assert first.shape == second.shape == (4, 64)
+    assert not np.array_equal(first, second)
+
+
+@makes_scope
+def noise(scope):
+    """Weights of two runs from one seed; the last batch has one row, and a replica has none."""
+    weights = {}
+    for number in range(2):
+        keras.utils.set_random_seed(7)
+        model = classifier(
+            scope,
+            lambda: keras.layers.GaussianNoise(0.1),
+            dense(16, activation="relu"),
+            lambda: keras.layers.BatchNormalization(momentum=0.5),
+            lambda: keras.layers.Dropout(0.5),
+            dense(4),
+        )
+        model.fit(*digits_like(81), batch_size=20, epochs=2, verbose=0)
+        weights |= {f"{i}/{number}": weight for i, weight in enumerate(model.get_weights())}
+    return weights
+
+
+def test_noise_is_reproducible_and_moving_averages_are_finite():
+    found = run("ar2", noise).first
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, found[f"{key.split('/')[0]}/0"])
+        assert np.isfinite(value).all()
+
+
+@makes_scope
+def frozen_layers(scope):
+    model = classifier(scope, dense(16), dense(4))
+    model.layers[0].trainable = False
+    before = model.layers[0].get_weights()[0]
+    with scope():
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(*digits_like(), batch_size=20, verbose=0)
+    np.testing.assert_array_equal(before, model.layers[0].get_weights()[0])
+    return model, {}
+
+
+def test_frozen_layers_are_not_sent():
+    run("ar2", frozen_layers)
+
+
+def callbacks_that_write(folder, is_shared):
+    """A shared folder, and one of which each worker has its own."""
+    folder = pathlib.Path(folder)
+    options = {"delete_checkpoint": False}
+    best = {"save_best_only": True, "save_weights_only": True}
+    return [
+        keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.keras")),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        keras.callbacks.TensorBoard(str(folder / "tb"), update_freq=1, histogram_freq=is_shared),
+        keras.callbacks.BackupAndRestore(str(folder / "backup"), **options),
+    ] + [keras.callbacks.ModelCheckpoint(str(folder / "best.weights.h5"), **best)] * is_shared
+
+
+@makes_scope
+def writing_callbacks(scope, folder):
+    strategy = strategy_of(scope)
+    model = classifier(scope, dense(8), dense(4))
+    x, y = digits_like()
+    options = {"batch_size": 20, "verbose": 0}
+    shared = callbacks_that_write(f"{folder}/written", True)
+    model.fit(x, y, epochs=3, validation_split=0.2, callbacks=shared, **options)
+    # On a disk of its own, a worker that is not the chief writes nothing.
+    own = pathlib.Path(folder, f"disk{strategy.task.task_index}")
+    own.mkdir()
+    model.fit(x, y, callbacks=callbacks_that_write(own, False), **options)
+    return model, {}
+
+
+def test_callbacks_write_once_from_the_chief(tmp_path):
+    run("ar2", writing_callbacks, folder=str(tmp_path))
+    folder = tmp_path / "written"
     assert sorted(p.name for p in folder.glob("*.keras")) == ["1.keras", "2.keras", "3.keras"]
     assert (folder / "best.weights.h5").exists()
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
@@ -242,30 +276,199 @@ def test_callbacks_write_once_from_the_chief(run):
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
     assert len(list(folder.glob("tb/train/*tfevents*"))) == 1
     assert (folder / "backup" / "latest.weights.h5").exists()
-    assert len(list((run.folder / "disk0").rglob("*"))) > 3
-    assert [p for p in (run.folder / "disk1").rglob("*") if p.is_file()] == []
+    assert len(list((tmp_path / "disk0").rglob("*"))) > 3
+    assert [p for p in (tmp_path / "disk1").rglob("*") if p.is_file()] == []
 
 
-@pytest.mark.cases("backup_and_restore")
-def test_resumed_training_equals_uninterrupted(run):
-    results = run["backup_and_restore"][0]
-    for key in [k for k in results if k.startswith("weights/")]:
-        whole = results[key.replace("weights/", "whole/")]
-        np.testing.assert_array_equal(results[key], whole)
+@makes_scope
+def save_and_load(scope, folder):
+    strategy = strategy_of(scope)
+    path = os.path.join(folder, "saved.keras")
+    model = classifier(scope, dense(8), lambda: keras.layers.BatchNormalization(), dense(4))
+    x, y = digits_like()
+    model.fit(x, y, batch_size=20, verbose=0)
+    model.save(path)
+    model.save_weights(os.path.join(folder, "saved.weights.h5"))
+    # Folders and several files are there when the call returns, too, whoever else writes them.
+    exported, unzipped = (os.path.join(folder, name) for name in ("exported", "unzipped"))
+    parts = os.path.join(folder, "of_parts.weights.json")
+    for _ in range(2):
+        model.export(exported, verbose=False)
+        model.save(unzipped, zipped=False)
+        model.save_weights(parts, max_shard_size=1)
+        for name in (f"{exported}/saved_model.pb", f"{unzipped}/config.json", parts):
+            assert os.path.exists(name), name
+    # The other worker may be about to replace them by the same.
+    strategy.extended.control.exchange("saved", "")
+    exported, unzipped = tf.saved_model.load(exported), keras.models.load_model(unzipped)
+    np.testing.assert_allclose(exported.serve(x), model.predict(x, verbose=0), atol=1e-6)
+    np.testing.assert_array_equal(unzipped.get_weights()[0], model.get_weights()[0])
+    unzipped.load_weights(parts)
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    with scope():
+        again = keras.models.load_model(path)
+    np.testing.assert_array_equal(again.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0))
+    again.fit(x, y, batch_size=20, verbose=0)
+    again.load_weights(os.path.join(folder, "saved.weights.h5"))
+    np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+    alone = keras.models.load_model(path)
+    np.testing.assert_allclose(alone.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-6)
+    if strategy.task.task_index == 0:
+        # The chief alone may save, too.
+        model.save(os.path.join(folder, "chief.keras"))
+        model.export(os.path.join(folder, "of_chief"), verbose=False)
+    return model, {}
 
 
-@pytest.mark.cases("backup_and_restore")
-def test_backup_is_gone_after_training(run):
-    assert run["backup_and_restore"]
-    assert not os.path.exists(run.folder / "backup0")
+def test_what_is_saved_is_loaded_by_the_job_and_by_one_process(tmp_path):
+    run("ar2", save_and_load, folder=str(tmp_path))
 
 
-@pytest.mark.cases("one_worker_stops")
-def test_a_stop_on_one_worker_stops_all(run):
-    assert [int(worker["epochs"]) for worker in run["one_worker_stops"]] == [3, 3]
+class Interrupted(Exception):
+    pass
 
 
-@pytest.mark.cases("own_loop")
-def test_own_loop_counts_all_rows(run):
-    for worker in run["own_loop"]:
-        assert worker["count"] == 96
+@makes_scope
+def backup_and_restore(scope, folder):
+    strategy = strategy_of(scope)
+    x, y = digits_like()
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise Interrupted
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(3)
+        model = classifier(
+            strategy, dense(16, activation="relu"), lambda: keras.layers.Dropout(0.3), dense(4)
+        )
+        options = {"batch_size": 20, "epochs": 4, "verbose": 0, "shuffle": False}
+        model.fit(x, y, callbacks=list(callbacks), **options)
+        return model
+
+    # Not a shared disk: only the chief finds something to restore.
+    own = os.path.join(folder, f"backup{strategy.task.task_index}")
+    with pytest.raises(Interrupted):
+        train(keras.callbacks.BackupAndRestore(own), Interrupt())
+    resumed = train(keras.callbacks.BackupAndRestore(own))
+    assert not os.path.exists(own)
+    for found, expected in zip(resumed.get_weights(), train().get_weights(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    return resumed, {}
+
+
+@pytest.mark.extended
+def test_training_that_resumes_equals_uninterrupted(tmp_path):
+    run("ar2", backup_and_restore, folder=str(tmp_path))
+
+
+@makes_scope
+def one_worker_stops(scope):
+    strategy = strategy_of(scope)
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2 and strategy.task.task_index == 1:
+                self.model.stop_training = True
+
+    model = classifier(scope, dense(4))
+    history = model.fit(*digits_like(), epochs=10, verbose=0, callbacks=[Stop()]).history
+    return {"epochs": len(history["loss"])}
+
+
+def test_a_stop_on_one_worker_stops_all():
+    assert run("ar2", one_worker_stops).first["epochs"] == 3
+
+
+@makes_scope
+def own_loop(scope):
+    """TensorFlow's custom training loop with Keras layers, metrics and optimizer."""
+    strategy = strategy_of(scope)
+    x, y = digits_like()
+    with scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.Mean()
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+
+    @tf.function
+    def train(batch):
+        def step(batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                losses = loss_fn(y, model(x))
+                loss = tf.reduce_sum(losses) / 32
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            metric.update_state(losses)
+
+        strategy.run(step, args=(batch,))
+
+    for batch in strategy.experimental_distribute_dataset(data):
+        train(batch)
+    return model, {"metric": metric.result(), "count": metric.count}
+
+
+def test_a_loop_of_ones_own_counts_all_rows():
+    assert run("ar2", own_loop).first["count"] == 96
+
+
+class Critic(keras.Model):
+    """Steps by an optimizer of its own, towards a teacher that it only calls."""
+
+    def __init__(self, optimizer, teacher=None):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+        self.optimizers = lambda: [optimizer]
+        self.teach = lambda x, y: y if teacher is None else teacher(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=self.teach(x, y), y_pred=self.dense(x))
+        variables = self.trainable_variables
+        self.optimizers()[0].apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@makes_scope
+def optimizers_of_a_step(scope):
+    """That of a teacher, which is made in one process and steps no more, may be outside."""
+    x, y = digits_like()
+    with psp.single_process():
+        outside = keras.optimizers.SGD(name="critic")
+        teacher = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        teacher.compile("sgd", "mse")
+        teacher.fit(x, keras.utils.to_categorical(y, 4), verbose=0)
+    with scope():
+        model = Critic(outside)
+        model.compile("sgd", "mse")
+        student = Critic(keras.optimizers.SGD(), teacher)
+        student.compile("sgd", "mse")
+    refused("optimizer 'critic' was made outside the strategy's scope", model.fit, x, y)
+    student.fit(x, y, batch_size=32, verbose=0)
+    return student, {}
+
+
+@makes_scope
+def parts_outside_the_scope(scope):
+    x, y = digits_like()
+    with scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    outside, stray = keras.optimizers.SGD(), keras.metrics.Mean(name="stray")
+    refused("outside the strategy's scope", model.compile, outside, "mse")
+    refused("stray", model.compile, "sgd", "mse", metrics=[stray])
+    layer = keras.layers.Dense(4)
+    layer.build((None, 8))
+    with scope():
+        mixed = keras.Sequential([keras.Input((8,)), layer])
+        mixed.compile("sgd", "mse")
+    refused("kernel", mixed.fit, x, y)
+
+
+@pytest.mark.parametrize("case", [optimizers_of_a_step, parts_outside_the_scope])
+def test_parts_that_were_made_outside_of_the_scope_are_refused(case):
+    run("ar2", case)

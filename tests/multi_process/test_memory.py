@@ -2,16 +2,17 @@
 
 import pytest
 
-from keras_psplus.cluster.testing import run_in_processes
 from tests.cluster.page_faults import PAGE
+from tests.support.jobs import run_in_processes
+from tests.support.tiers import extended
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "ps", "chief"),
     [
-        ("MultiWorkerMirroredStrategy", 0, False),
         ("HybridStrategy", 1, False),
-        ("ParameterServerStrategy", 1, True),
+        *extended(("MultiWorkerMirroredStrategy", 0, False), ("ParameterServerStrategy", 1, True)),
     ],
 )
 def test_strategies_keep_it_where_they_compute(strategy, ps, chief):

@@ -1,19 +1,58 @@
 """Bytes that a pipeline counts, beside those that can be computed by hand."""
 
 import collections
-import json
-import os
-import pathlib
-import subprocess
-import sys
+from unittest import mock
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from keras_psplus.cluster.environment import python_path
-from tests.pipeline.communication_job import CLASSES, INPUTS, LENGTHS, ROWS, WIDTH
+import keras_psplus as psp
+from keras_psplus.pipeline import startup
+from tests.support.cluster import makes_scope, run
+from tests.support.tiers import extended
 
-JOB = pathlib.Path(__file__).with_name("communication_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+pytestmark = pytest.mark.processes
+
+ROWS, INPUTS, WIDTH, CLASSES = 40, 64, 96, 10
+# Of the sequences of each batch.
+LENGTHS = (3, 5, 7)
+
+
+def dense():
+    stack = [keras.layers.Dense(WIDTH, name=name) for name in "abc"]
+    stack.append(keras.layers.Dense(CLASSES, name="d"))
+    model = keras.Sequential([keras.Input((INPUTS,)), *stack], name="stack")
+    x, y = np.ones((ROWS, INPUTS), "float32"), np.zeros(ROWS)
+    # Batches of 32 rows and of 8.
+    return model, tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+
+
+def residual():
+    a, b, c = (keras.layers.Dense(WIDTH, name=name) for name in "abc")
+    inputs = keras.Input((INPUTS,))
+    h = a(inputs)
+    h = h + c(b(h))
+    h = h + c(h)
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, name="d")(h))
+    return model, dense()[1]
+
+
+def of_sequences():
+    stack = [keras.layers.Embedding(50, WIDTH, name="a"), keras.layers.LayerNormalization(name="b")]
+    stack += [keras.layers.Dense(WIDTH, name="c"), keras.layers.Dense(CLASSES, name="d")]
+
+    def batches():
+        for length in LENGTHS:
+            yield np.zeros((ROWS, length), "int32"), np.zeros((ROWS, length), "int32")
+
+    spec = tf.TensorSpec([ROWS, None], tf.int32)
+    data = tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+    return keras.Sequential(stack), data.apply(tf.data.experimental.assert_cardinality(3))
+
+
+MODELS = {"dense": dense, "residual": residual, "of_sequences": of_sequences}
 # Of float32. The third layer gets the activations of the second.
 CROSSING = ROWS * WIDTH * 4
 KERNELS = [INPUTS * WIDTH, WIDTH * WIDTH, WIDTH * WIDTH, WIDTH * CLASSES]
@@ -25,23 +64,41 @@ FORWARD, BACKWARD = ("stage 0 -> stage 1", "forward"), ("stage 1 -> stage 0", "b
 OUTPUTS = ROWS // 2 * CLASSES * 4
 
 
-@pytest.fixture(scope="module")
-def counted():
-    process = subprocess.run(
-        [sys.executable, str(JOB)],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout.splitlines()[-1])
+@makes_scope
+def counted(scope, make="dense", pipelines=1, **options):
+    """Trains, evaluates and predicts in stages on two or four devices; returns what was counted."""
+    devices = startup.local_devices()[: 2 * pipelines]
+    with mock.patch.object(startup, "local_devices", lambda: devices):
+        strategy = psp.PipelineStrategy(
+            2, stages=[["a", "b"], ["c", "d"]], pipelines=pipelines, **options
+        )
+    with strategy.scope():
+        model, data = MODELS[make]()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(global_clipnorm=1.0), loss, metrics=["accuracy"])
+    monitor = psp.callbacks.CommunicationMonitor()
+    logs = model.fit(data, validation_data=data, callbacks=[monitor], verbose=0).history
+    model.predict(data, verbose=0)
+    traffic = strategy.communication.traffic()
+    return {
+        "ways": [(one.path, one.direction, str(one.compressor)) for one in traffic],
+        "bytes": [(one.logical_bytes, one.compressed_bytes, one.wire_bytes) for one in traffic],
+        "of a step": logs["comm/bytes"],
+        "ratio": logs["comm/ratio"],
+    }
 
 
-def by_direction(case):
+def count(**options):
+    """The rows that were counted, and logs."""
+    found = run("pipelines4", counted, **options).first
+    rows = [(*way, *sizes) for way, sizes in zip(found["ways"], found["bytes"].tolist())]
+    return rows, found
+
+
+def by_direction(rows):
     """Logical and compressed bytes, by direction; paths of pipelines count as a direction."""
     sums = collections.defaultdict(lambda: [0, 0])
-    for path, direction, _, logical, compressed, wire in case["rows"]:
+    for path, direction, _, logical, compressed, wire in rows:
         assert wire == compressed
         key = (path, direction) if direction in ("forward", "backward") else direction
         sums[key][0] += logical
@@ -49,41 +106,46 @@ def by_direction(case):
     return dict(sums)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
-def test_activations_and_their_gradients(schedule, counted):
-    case = counted[schedule]
-    assert by_direction(case) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
-    assert case["bytes"] == [2 * CROSSING / STEPS]
-    assert case["ratio"] == [1.0]
+@pytest.mark.parametrize("schedule", ["1f1b", *extended("gpipe", "pipedream")])
+def test_activations_and_their_gradients(schedule):
+    rows, logs = count(schedule=schedule)
+    assert by_direction(rows) == {FORWARD: [CROSSING] * 2, BACKWARD: [CROSSING] * 2}
+    assert logs["of a step"] == [2 * CROSSING / STEPS]
+    assert logs["ratio"] == [1.0]
 
 
-def test_activation_compression(counted):
+def test_activation_compression():
     # Micro-batches of the second batch have fewer than 1,024 numbers, and go as they are.
     small = CROSSING // 5
     large = CROSSING - small
     expected = {
         (*way, *numbers)
         for way in (FORWARD, BACKWARD)
-        for numbers in (("Cast()", large, large // 2), (None, small, small))
+        for numbers in (("Cast()", large, large // 2), ("None", small, small))
     }
-    assert {tuple(row[:-1]) for row in counted["bf16"]["rows"]} == expected
-    assert counted["bf16"]["ratio"] == [CROSSING / (large // 2 + small)]
+    rows, logs = count(activation_compression="bf16", schedule="gpipe")
+    assert {tuple(row[:-1]) for row in rows} == expected
+    assert logs["ratio"] == [CROSSING / (large // 2 + small)]
 
 
-def test_sums_of_residual_connections_go_nowhere(counted):
+@pytest.mark.extended
+def test_sums_of_residual_connections_go_nowhere():
     # The activations of the first layer and of the second.
-    found = by_direction(counted["residual"])
+    found = by_direction(count(make="residual", schedule="gpipe")[0])
     assert found == {FORWARD: [2 * CROSSING] * 2, BACKWARD: [2 * CROSSING] * 2}
 
 
-def test_sequences_of_changing_lengths(counted):
+@pytest.mark.extended
+def test_sequences_of_changing_lengths():
     crossing = ROWS * sum(LENGTHS) * WIDTH * 4
-    found = by_direction(counted["sequences"])
+    found = by_direction(count(make="of_sequences", schedule="gpipe")[0])
     assert found == {FORWARD: [crossing] * 2, BACKWARD: [crossing] * 2}
 
 
-def test_pipelines(counted):
-    assert by_direction(counted["pipelines"]) == {
+@pytest.mark.extended
+def test_pipelines():
+    rows, _ = count(pipelines=2, schedule="gpipe")
+    assert by_direction(rows) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS] * 2,
@@ -92,14 +154,15 @@ def test_pipelines(counted):
         ("pipeline 1 -> pipeline 0", "forward"): [OUTPUTS] * 2,
         ("pipeline 0 -> pipeline 1", "backward"): [OUTPUTS] * 2,
     }
-    paths = {path for path, direction, *_ in counted["pipelines"]["rows"] if direction == "weight"}
+    paths = {path for path, direction, *_ in rows if direction == "weight"}
     assert paths == {f"stack/{layer}/{name}" for layer in "abcd" for name in ("kernel", "bias")}
 
 
-def test_gradients_between_pipelines_are_compressed(counted):
+def test_gradients_between_pipelines_are_compressed():
     # A float32 for each block of 256 elements; vectors go as they are.
     kernels = sum(size + 4 * -(-size // 256) for size in KERNELS)
-    assert by_direction(counted["int8"]) == {
+    rows, _ = count(pipelines=2, compression="int8")
+    assert by_direction(rows) == {
         FORWARD: [CROSSING] * 2,
         BACKWARD: [CROSSING] * 2,
         "gradient": [STEPS * WEIGHTS, STEPS * (kernels + 4 * BIASES)],

@@ -10,9 +10,10 @@ import tensorflow as tf
 from keras_psplus.pipeline.graph import layer_call
 from keras_psplus.pipeline.split import costs, measure, memory, partition, timing
 from keras_psplus.pipeline.split.timing import Times
-from tests.pipeline.test_training import CPU, PADDED, X, Y, layers, pipeline, train
+from tests.pipeline.models import CPU, PADDED, Task, X, Y, layers, train
+from tests.support.tiers import extended
 
-__all__ = ["pipeline"]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_names_and_seeds_are_those_of_the_script(pipeline, monkeypatch):
 
     def make():
         stack = [layers.Dense(24), layers.BatchNormalization(), layers.Dropout(0.3), Draws()]
-        return keras.Sequential([*stack, layers.Dense(3)]), X
+        return Task(keras.Sequential([*stack, layers.Dense(3)]))
 
     def run(stages):
         model, history, _ = train(pipeline(2, stages=stages), make)
@@ -118,10 +119,12 @@ def test_layers_of_every_kind_are_measured(pipeline, caplog):
     assert all(v._value is None for cost in found for v in cost.layer.trainable_variables)
 
 
+@pytest.mark.extended
 def test_mixed_precision_and_masks_train(pipeline, caplog):
     def make():
         stack = [layers.Embedding(40, 8, mask_zero=True), layers.SimpleRNN(8), layers.Dense(3)]
-        return keras.Sequential([*stack, layers.Activation("linear", dtype="float32")]), PADDED
+        stack.append(layers.Activation("linear", dtype="float32"))
+        return Task(keras.Sequential(stack), PADDED)
 
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
     try:
@@ -206,12 +209,12 @@ def test_slots_of_optimizers(optimizer, slots):
     assert memory.slots_of(optimizer) == slots
 
 
-@pytest.mark.parametrize("name, kept", [("gpipe", [4, 4]), ("1f1b", [2, 1])])
+@pytest.mark.parametrize("name, kept", [("1f1b", [2, 1]), *extended(("gpipe", [4, 4]))])
 def test_memory_in_the_plan(name, kept, pipeline):
     strategy = pipeline(2, microbatches=4, schedule=name, stages="flops")
 
     def make():
-        return keras.Sequential([layers.Dense(64, activation="relu"), layers.Dense(3)]), X
+        return Task(keras.Sequential([layers.Dense(64, activation="relu"), layers.Dense(3)]))
 
     train(strategy, make, batch_size=16)
     first, second = (stage.estimate for stage in strategy.plan.stages)

@@ -1,5 +1,6 @@
 """What each task of a pipeline has in memory, beside one process that trains the same model."""
 
+import pathlib
 import re
 import subprocess
 import sys
@@ -9,13 +10,20 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
-from tests.pipeline.test_processes import ENVIRONMENT, JOB
+
+pytestmark = [pytest.mark.extended, pytest.mark.processes]
+
+JOB = pathlib.Path(__file__).with_name("memory_job.py")
 
 # A matrix goes back to the system when it is freed, and a thread's stack takes 1 MB, not 8. By
 # themselves glibc's arenas keep several hundred MB, no two runs the same.
-MEMORY_ENVIRONMENT = {**ENVIRONMENT, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+MEMORY_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "",
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
+}
 SMALL_STACKS = ["sh", "-c", 'ulimit -s 1024; exec "$@"', "sh"]
-COMMAND = [*SMALL_STACKS, sys.executable, str(JOB.with_name("memory_job.py"))]
+COMMAND = [*SMALL_STACKS, sys.executable, str(JOB)]
 # Of what one process takes that trains the whole. Its runtime takes more on some machines than on
 # others, and a task of a cluster has more threads: where one process takes 1.43 GB, a stage 0.98.
 LIMIT = 0.82

@@ -7,16 +7,19 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.pipeline.base import microbatches
-from tests.pipeline.test_training import (  # noqa: F401
+from tests.pipeline.models import (
     CROSSENTROPY,
     TOKENS,
+    Task,
     X,
     Y,
     losses_of_layers,
-    pipeline,
     shared,
     skips,
 )
+from tests.support.tiers import extended
+
+pytestmark = pytest.mark.processes
 
 layers = keras.layers
 COUNT = 3
@@ -24,19 +27,20 @@ COUNT = 3
 
 def normalised():
     stack = [layers.Dense(12), layers.BatchNormalization(momentum=0.7), layers.Dense(8)]
-    return keras.Sequential([*stack, layers.BatchNormalization(), layers.Dense(3)]), X
+    return Task(keras.Sequential([*stack, layers.BatchNormalization(), layers.Dense(3)]))
 
 
 def recurrent():
-    return keras.Sequential([layers.Embedding(40, 8), layers.SimpleRNN(8), layers.Dense(3)]), TOKENS
+    stack = [layers.Embedding(40, 8), layers.SimpleRNN(8), layers.Dense(3)]
+    return Task(keras.Sequential(stack), TOKENS)
 
 
 def compiled(make):
     keras.utils.set_random_seed(3)
-    model, x = make()
+    task = make()
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=1.0, use_ema=True)
-    model.compile(optimizer, CROSSENTROPY, metrics=["accuracy"])
-    return model, x
+    task.model.compile(optimizer, CROSSENTROPY, metrics=["accuracy"])
+    return task.model, task.x
 
 
 def read(variables):
@@ -109,8 +113,10 @@ def fit(strategy, make, callbacks=(), **options):
     return model, model.fit(x, Y, callbacks=list(callbacks), **options).history
 
 
-@pytest.mark.parametrize("make", [skips, shared, losses_of_layers, recurrent, normalised])
-def test_equals_a_simulation_of_its_staleness(make, pipeline):  # noqa: F811
+@pytest.mark.parametrize(
+    "make", [skips, *extended(shared, losses_of_layers, recurrent, normalised)]
+)
+def test_equals_a_simulation_of_its_staleness(make, pipeline):
     weights, losses = simulate(make, 16, 3)
     model, history = fit(pipeline(2, microbatches=COUNT, schedule="pipedream"), make)
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
@@ -118,7 +124,7 @@ def test_equals_a_simulation_of_its_staleness(make, pipeline):  # noqa: F811
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
-def test_two_batches_are_under_way(pipeline):  # noqa: F811
+def test_two_batches_are_under_way(pipeline):
     strategy, found = pipeline(2, schedule="pipedream"), []
 
     class Look(keras.callbacks.Callback):
@@ -132,7 +138,7 @@ def test_two_batches_are_under_way(pipeline):  # noqa: F811
     assert int(model.optimizer.iterations) == 4
 
 
-def test_whoever_looks_sees_all_updates(pipeline, tmp_path):  # noqa: F811
+def test_whoever_looks_sees_all_updates(pipeline, tmp_path):
     """Reading a weight, saving and evaluating end the steps that are under way."""
 
     class Looks(keras.callbacks.Callback):
@@ -160,7 +166,7 @@ def test_whoever_looks_sees_all_updates(pipeline, tmp_path):  # noqa: F811
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
-def test_batches_that_the_script_gives_are_updated_at_once(pipeline):  # noqa: F811
+def test_batches_that_the_script_gives_are_updated_at_once(pipeline):
     keras.backend.clear_session()
     with psp.single_process():
         plain, _ = compiled(skips)
@@ -172,23 +178,25 @@ def test_batches_that_the_script_gives_are_updated_at_once(pipeline):  # noqa: F
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_dropout_is_reproducible(pipeline):  # noqa: F811
+@pytest.mark.extended
+def test_dropout_is_reproducible(pipeline):
     def make():
         stack = [layers.Dense(16), layers.Dropout(0.5), layers.Dense(16), layers.Dropout(0.5)]
-        return keras.Sequential([*stack, layers.Dense(3)]), X
+        return Task(keras.Sequential([*stack, layers.Dense(3)]))
 
     runs = [fit(pipeline(2, schedule="pipedream"), make)[0].get_weights() for _ in range(2)]
     for own, other in zip(*runs):
         np.testing.assert_array_equal(own, other)
 
 
-def test_a_step_that_fails_ends_fit_and_the_next_fit_works(pipeline):  # noqa: F811
+def test_a_step_that_fails_ends_fit_and_the_next_fit_works(pipeline):
     class Fails(layers.Layer):
         def call(self, x):
             return tf.debugging.check_numerics(x, "not a number")
 
     def make():
-        return keras.Sequential([layers.Dense(8), Fails(), layers.Dropout(0.1), layers.Dense(3)]), X
+        stack = [layers.Dense(8), Fails(), layers.Dropout(0.1), layers.Dense(3)]
+        return Task(keras.Sequential(stack))
 
     model, _ = fit(pipeline(2, schedule="pipedream"), make)
     bad = X.copy()
@@ -225,22 +233,22 @@ class Normalises(keras.Sequential):
         (Normalises, "by their optimizer alone.*assigns .*kernel"),
     ],
 )
-def test_what_it_cannot_keep_in_order_is_refused(kind, message, pipeline):  # noqa: F811
+def test_what_it_cannot_keep_in_order_is_refused(kind, message, pipeline):
     def make():
-        return kind([layers.Dense(8), layers.Dense(3)]), X
+        return Task(kind([layers.Dense(8), layers.Dense(3)]))
 
     with pytest.raises(ValueError, match=message):
         fit(pipeline(2, schedule="pipedream"), make)
 
 
-def test_a_loss_scale_is_refused(pipeline):  # noqa: F811
+def test_a_loss_scale_is_refused(pipeline):
     def make():
         stack = [layers.Dense(8, dtype="mixed_float16"), layers.Dense(3, dtype="mixed_float16")]
-        return keras.Sequential(stack), X
+        return Task(keras.Sequential(stack))
 
     keras.backend.clear_session()
     with pipeline(2, schedule="pipedream").scope():
-        model, _ = make()
+        model = make().model
         model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), CROSSENTROPY)
     with pytest.raises(ValueError, match="A loss scale changes.*Received: "):
         model.fit(X, Y, verbose=0)

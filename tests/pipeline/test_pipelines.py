@@ -1,15 +1,12 @@
-"""Several pipelines beside one process: on one device, on four, and in real processes."""
+"""Several pipelines beside one process: on one device, and in real processes."""
 
-import json
 import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -17,103 +14,68 @@ import keras_psplus as psp
 from keras_psplus.catalogue import lookup
 from keras_psplus.cli.flags import combinations
 from keras_psplus.cli.flags.parsing import UsageError
-from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.testing import run_in_processes
 from keras_psplus.compression import Compressor
-from keras_psplus.pipeline import arguments, startup
+from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import batch_parts
-from tests.parameter_server.waiting import wait_for
+from tests.pipeline import models
+from tests.pipeline.models import CPU, CROSSENTROPY, X, Y, check_equal, layers, train, wide
+from tests.support.cluster import equals_one_process, makes_scope, strategy_of
+from tests.support.jobs import environment, run_in_processes, wait_for
+from tests.support.tiers import extended
 
-layers = keras.layers
-CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
-CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-RANDOM = np.random.RandomState(0)
-X, Y = RANDOM.randn(50, 12).astype("float32"), RANDOM.randint(0, 3, 50)
-JOB = pathlib.Path(__file__).with_name("pipelines_job.py")
+pytestmark = pytest.mark.processes
+
 TRAINING = pathlib.Path(__file__).with_name("training_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture
-def pipelines(monkeypatch):
-    """Makes a strategy with pipelines of two stages, which share one device."""
-
-    def make(count=2, **options):
-        monkeypatch.setattr(startup, "local_devices", lambda: [CPU] * 2 * count)
-        return psp.PipelineStrategy(2, pipelines=count, **options)
-
-    return make
+def alone(make, **options):
+    with psp.single_process():
+        return train(tf.distribute.get_strategy(), make, evaluates=False, **options)
 
 
-def train(strategy, optimizer=keras.optimizers.SGD, epochs=2):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        stack = [layers.Dense(48, activation="tanh") for _ in range(2)]
-        model = keras.Sequential([keras.Input((12,)), *stack, layers.Dense(3)])
-        model.compile(optimizer(), CROSSENTROPY, metrics=["accuracy"])
-    given = {"batch_size": 16, "verbose": 0, "shuffle": False}
-    history = model.fit(X, Y, epochs=epochs, **given).history
+def in_pipelines(strategy, make=wide, **options):
+    return train(strategy, make, evaluates=False, **options)
+
+
+def test_three_pipelines_equal_plain_keras(pipeline):
+    def make():
+        return wide(keras.optimizers.RMSprop())
+
+    # Of the last batch's two rows, one pipeline has none.
+    strategy = pipeline(pipelines=3, microbatches=2, schedule="gpipe")
+    check_equal(in_pipelines(strategy, make), alone(make))
+
+
+def test_two_pipelines_do_what_one_does_of_as_many_micro_batches(pipeline):
+    one = in_pipelines(pipeline(microbatches=4), models.spectral)
+    two = in_pipelines(pipeline(pipelines=2, microbatches=2), models.spectral)
+    check_equal(two, one)
+
+
+@makes_scope
+def on_workers(scope):
+    model, history, _ = in_pipelines(strategy_of(scope), models.skips, assigns=True)
     return model, history
 
 
-def check_equal(found, expected):
-    for key, values in expected[1].items():
-        np.testing.assert_allclose(found[1][key], values, rtol=2e-5, atol=2e-5, err_msg=key)
-    for own, other in zip(found[0].get_weights(), expected[0].get_weights(), strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
-
-
-def test_three_pipelines_equal_plain_keras(pipelines):
-    with psp.single_process():
-        expected = train(tf.distribute.get_strategy(), keras.optimizers.RMSprop)
-    # Of the last batch's two rows, one pipeline has none.
-    found = train(pipelines(3, schedule="gpipe"), keras.optimizers.RMSprop)
-    check_equal(found, expected)
-
-
-# "dense" is trained by workers.
-CASES = {"gpipe": ["recurrent", "tied", "own_step", "frozen"], "1f1b": ["stateful"]}
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("schedule", CASES)
-def test_four_devices_equal_one_process(schedule):
-    done = subprocess.run(
-        [sys.executable, str(JOB), schedule, *CASES[schedule]],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert re.findall(r"^(\w+) is equal$", done.stdout, re.MULTILINE) == CASES[schedule]
-    assert re.search(r"in 2 stages and 2 pipelines, batches of \d+ rows in 4 micro-b", done.stdout)
-    assert re.search(r"^1 +CPU:1, CPU:3 ", done.stdout, re.MULTILINE)
-
-
+@pytest.mark.extended
 def test_four_workers_equal_one_process():
-    log = run_in_processes(
-        JOB, workers=4, chief=True, timeout=560, env=ENVIRONMENT, args=["1f1b", "dense", "writes"]
-    ).logs["chief-0"]
-    assert "dense is equal" in log
-    assert "what was written is right" in log
+    log = equals_one_process("pipelines2x2", on_workers).logs["chief-0"]
     assert re.search(r"^0 +worker-0, worker-2 ", log, re.MULTILINE)
 
 
 ARGUMENTS = ["--stages", "patterns", "--pipelines", "2", "--compression", "sign", "--backup"]
 
 
+@pytest.mark.extended
 def test_a_lost_worker_is_named_and_residuals_resume(tmp_path):
     def result_of(log):
         return re.findall(r"^weights .*$", log, re.MULTILINE)
 
     def run(folder):
-        args = [folder, *ARGUMENTS]
-        options = {"workers": 4, "chief": True, "timeout": 150, "env": ENVIRONMENT}
-        return run_in_processes(TRAINING, args=args, **options).logs["chief-0"]
+        options = {"workers": 4, "chief": True, "timeout": 150}
+        return run_in_processes(TRAINING, folder, *ARGUMENTS, **options).logs["chief-0"]
 
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -123,9 +85,9 @@ def test_a_lost_worker_is_named_and_residuals_resume(tmp_path):
     assert set(devices) == {"0", "1", "2", "3"}
     command = [sys.executable, str(TRAINING), str(tmp_path), *ARGUMENTS, "--pause", "0.1"]
     with LocalCluster(
-        command, workers=4, chief=True, env=ENVIRONMENT, log_dir=tmp_path, failure_grace=60
+        command, workers=4, chief=True, env=environment(), log_dir=tmp_path, failure_grace=60
     ) as cluster:
-        wait_for(cluster.log_path("chief-0"), "step 12\n")
+        wait_for((cluster.log_path("chief-0"), "step 12\n"), 120)
         os.kill(cluster.pids["worker-3"], signal.SIGKILL)
         result = cluster.wait(timeout=60)
     failed = result.logs["chief-0"]
@@ -158,17 +120,18 @@ class Whole(Compressor):
         return tf.TensorShape(shape).num_elements() * 4
 
 
-def test_what_is_sent_without_loss_equals_plain_keras(pipelines):
+def test_what_is_sent_without_loss_equals_plain_keras(pipeline):
     def optimizer():
         return keras.optimizers.LossScaleOptimizer(
             keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=3
         )
 
-    with psp.single_process():
-        expected = train(tf.distribute.get_strategy(), optimizer)
-    strategy = pipelines(schedule="1f1b", compression=Whole())
-    found = train(strategy, optimizer)
-    check_equal(found, expected)
+    def make():
+        return wide(optimizer())
+
+    strategy = pipeline(pipelines=2, microbatches=2, schedule="1f1b", compression=Whole())
+    found = in_pipelines(strategy, make)
+    check_equal(found, alone(make))
     kept = strategy.state_dict(found[0].optimizer)
     # One of two pipelines sends the gradient of each weight, four times in each epoch.
     counts = {name: count for name, count in kept.items() if name.endswith("/count")}
@@ -196,8 +159,8 @@ class Adversarial(keras.Model):
         return {"loss": loss}
 
 
-def test_gradients_that_nobody_asks_for_leave_no_residual(pipelines):
-    strategy = pipelines(compression=Whole())
+def test_gradients_that_nobody_asks_for_leave_no_residual(pipeline):
+    strategy = pipeline(pipelines=2, microbatches=2, compression=Whole())
     with strategy.scope():
         model = Adversarial()
         model.compile(keras.optimizers.SGD(0.1), CROSSENTROPY)
@@ -211,22 +174,22 @@ def exact():
     """Losses of training without compression."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "local_devices", lambda: [CPU] * 4)
-        return train(psp.PipelineStrategy(2, pipelines=2), epochs=4)[1]["loss"]
+        return in_pipelines(psp.PipelineStrategy(2, pipelines=2), epochs=4)[1]["loss"]
 
 
 # Of each family one; "sign" and "int8" are sent elsewhere.
-@pytest.mark.parametrize("name", ["bf16", "topk:0.2", "powersgd:2"])
-def test_compressors_lose_little(name, pipelines, exact):
-    strategy = pipelines(compression=name)
-    model, history = train(strategy, epochs=4)
+@pytest.mark.parametrize("name", ["powersgd:2", *extended("bf16", "topk:0.2")])
+def test_compressors_lose_little(name, pipeline, exact):
+    strategy = pipeline(pipelines=2, microbatches=2, compression=name)
+    model, history, _ = in_pipelines(strategy, epochs=4)
     assert history["loss"][-1] == pytest.approx(exact[-1], rel=0.05)
     assert history["loss"] != exact
     assert bool(strategy.state_dict(model.optimizer)) == (name != "bf16")
 
 
-def test_residuals_are_saved_and_loaded(pipelines):
-    strategy = pipelines(compression="sign")
-    model, _ = train(strategy)
+def test_residuals_are_saved_and_loaded(pipeline):
+    strategy = pipeline(pipelines=2, microbatches=2, compression="sign")
+    model, *_ = in_pipelines(strategy)
     weights = model.get_weights()
     state = strategy.state_dict(model.optimizer)
     assert {name.split("/")[0] for name in state} == {"pipeline-0-of-2", "pipeline-1-of-2"}
@@ -258,45 +221,6 @@ def test_tensors_are_cut_for_the_micro_batches_of_each_pipeline():
     # One row is for one pipeline.
     assert len(batch_parts.cut(tf.range(1), count=2, pipelines=2).leaves[0]) == 1
     assert batch_parts.cut(tf.constant(1), count=2, pipelines=2) is None
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"pipelines": 0}, "pipelines"),
-        ({"pipelines": 1.5}, "pipelines"),
-        (
-            {"pipelines": 3},
-            r"1 workers or devices cannot be divided over 3 pipelines.*start 3 work",
-        ),
-        ({"compression": "int8"}, "there is one pipeline"),
-        ({"pipelines": 2, "compression": "int9"}, "compression"),
-        ({"pipelines": 2, "compression": "factors"}, "must have `encode` and `decode`"),
-        (
-            {"pipelines": 2, "compression": psp.compression.NoCommunication()},
-            "a pipeline sends its gradients to another",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=f"(?s){message}.*Received: "):
-        psp.PipelineStrategy(**options)
-
-
-def test_counts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="start 2 or 4 workers.*Received: pipelines=2"):
-        arguments.check_count(None, 3, 2)
-    with pytest.raises(ValueError, match="2 stages, and there are 6.*of each of the 2 pipelines"):
-        arguments.check_count([["a"], ["b"]], 6, 2)
-    arguments.check_count([["a"], ["b"]], 4, 2)
-
-
-def test_a_cluster_that_does_not_fit_is_refused_on_every_task(monkeypatch):
-    cluster = {"chief": ["localhost:1"], "worker": [f"localhost:{i}" for i in (2, 3, 4)]}
-    task = {"cluster": cluster, "task": {"type": "worker", "index": 1}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-    with pytest.raises(ValueError, match="3 workers or devices cannot be divided over 2 pipelines"):
-        psp.PipelineStrategy(pipelines=2)
 
 
 def test_the_launcher_knows_pipelines(tmp_path):

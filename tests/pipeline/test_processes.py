@@ -4,75 +4,78 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from keras_psplus.cluster.environment import python_path
+import keras_psplus as psp
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.cluster.testing import run_in_processes
-from tests.parameter_server.waiting import wait_for
+from tests.pipeline import models, slow_writes
+from tests.support import jobs
+from tests.support.cluster import equals_one_process, run
+from tests.support.tiers import extended
+
+pytestmark = pytest.mark.processes
 
 JOB = pathlib.Path(__file__).with_name("training_job.py")
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-
-
+DIGITS = pathlib.Path(__file__).resolve().parents[2] / "examples" / "digits.npz"
 ARGUMENTS = ("--stages", "patterns", "--backup", "--epochs", "4", "--heartbeat", "8")
 PIPEDREAM = ("--schedule", "pipedream")
 
 
 def train(folder, *args):
-    return run_in_processes(
-        JOB, workers=2, chief=True, timeout=560, env=ENVIRONMENT, args=[folder, *args]
-    ).logs["chief-0"]
+    options = {"workers": 2, "chief": True, "timeout": 560}
+    return jobs.run_in_processes(JOB, folder, *args, **options).logs["chief-0"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The folder and the log of a job that nothing befalls."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, train(folder, *ARGUMENTS, *PIPEDREAM, "--writes")
+    return folder, train(folder, *ARGUMENTS, *PIPEDREAM)
 
 
-def on_worker(log, part):
-    """Numbers of the workers that have the variables with a part of a name."""
-    found = re.findall(rf"^\S*{part}\S* is on /job:worker/replica:0/task:(\d)", log, re.MULTILINE)
-    assert found, log
-    return {int(number) for number in found}
-
-
-def check_places(folder, log, expected):
+def check_places(log, expected):
+    """Variables with a part of a name are on the workers with some numbers."""
     for part, workers in expected.items():
-        assert on_worker(log, part) == workers
+        pattern = rf"^\S*{part}\S* is on /job:worker/replica:0/task:(\d)"
+        assert {int(number) for number in re.findall(pattern, log, re.MULTILINE)} == workers, log
     assert " is on /job:chief" not in log
+
+
+def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
+    folder, log = uninterrupted
+    check_places(log, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
     # What one process reads is what the stages had.
     model = keras.models.load_model(folder / "model.keras")
     assert model.predict(np.zeros((4, 6), "int32"), verbose=0).shape == (4, 3)
 
 
-def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
-    check_places(*uninterrupted, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
+def in_contexts():
+    with psp.stage(1):
+        first = keras.layers.Embedding(40, 8, name="embedding")
+    with psp.stage(0):
+        second = keras.layers.SimpleRNN(16, name="recurrent")
+    model = keras.Sequential([first, second, keras.layers.Dense(32, "relu"), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.01), models.CROSSENTROPY)
+    model.fit(models.TOKENS, models.Y, batch_size=16, verbose=0)
+    for variable in [*model.variables, *model.optimizer.variables]:
+        print(f"{variable.path} is on {variable.value.device}")
 
 
-@pytest.fixture(scope="module")
-def in_contexts(tmp_path_factory):
-    """The folder and the log of a job whose stages are contexts."""
-    folder = tmp_path_factory.mktemp("in_contexts")
-    return folder, train(folder, "--stages", "contexts", "--writes")
-
-
-def test_variables_and_slots_are_on_the_stage_of_their_context(in_contexts):
+def test_variables_and_slots_are_on_the_stage_of_their_context():
+    log = run("pipeline2", in_contexts).logs["chief-0"]
     # Layers that are made outside of contexts are on the stage of the layer before.
-    check_places(*in_contexts, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
+    check_places(log, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
 
 
-@pytest.mark.parametrize("job", ["in_contexts", "uninterrupted"])
-def test_what_a_callback_writes_is_there_in_the_next_step(job, request):
-    """The workers are still computing it when the step begins, by one schedule or the other."""
-    assert "what was written is right" in request.getfixturevalue(job)[1]
+@pytest.mark.parametrize("layout", ["pipeline2", *extended("pipedream2", "pipelines2x2")])
+def test_what_a_callback_writes_is_there_in_the_next_step(layout):
+    """The workers are still computing it when the step begins."""
+    equals_one_process(layout, slow_writes.written)
 
 
 def weights_of(log):
@@ -83,10 +86,9 @@ def check_that_a_lost_stage_is_named(fault, folder, *arguments):
     command = [sys.executable, str(JOB), str(folder), *arguments, "--pause", "0.1"]
     # The chief has to end by itself; a worker that hangs never does.
     grace = 60 if fault == signal.SIGKILL else 2
-    with LocalCluster(
-        command, workers=2, chief=True, env=ENVIRONMENT, log_dir=folder, failure_grace=grace
-    ) as cluster:
-        wait_for(cluster.log_path("chief-0"), "step 12\n")
+    options = {"workers": 2, "chief": True, "log_dir": folder, "failure_grace": grace}
+    with LocalCluster(command, env=jobs.environment(), **options) as cluster:
+        jobs.wait_for((cluster.log_path("chief-0"), "step 12\n"), 120)
         os.kill(cluster.pids["worker-1"], fault)
         result = cluster.wait(timeout=60)
     log = result.logs["chief-0"]
@@ -106,26 +108,37 @@ def test_a_killed_stage_ends_the_job_and_the_backup_resumes_it(uninterrupted, tm
 
 
 # `test_pipelines.py` resumes under this schedule.
+@pytest.mark.extended
 def test_a_hanging_stage_ends_the_job(tmp_path):
     check_that_a_lost_stage_is_named(signal.SIGSTOP, tmp_path, *ARGUMENTS, "--schedule", "gpipe")
 
 
-def test_activations_in_fewer_bytes_learn_the_digits_as_well():
-    done = subprocess.run(
-        [sys.executable, str(JOB.with_name("compression_job.py"))],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(os.environ)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    found = re.findall(r"^(None|bf16|int8) (\S+) (\S+)$", done.stdout, re.MULTILINE)
-    exact, *others = ((float(loss), float(accuracy)) for _, loss, accuracy in found)
-    assert exact[1] > 0.85
-    assert len(others) == 2
-    for loss, accuracy in others:
-        # Something was lost, and it does not show in what has been learned.
-        assert loss != exact[0]
-        assert loss == pytest.approx(exact[0], rel=0.15)
-        assert accuracy > exact[1] - 0.0101
+def learned(strategy):
+    """The last loss, and the accuracy on other rows."""
+    with np.load(DIGITS) as digits:
+        x, y = digits["x"].astype("float32") / digits["x"].max(), digits["y"].astype("int32")
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        stack = [keras.layers.Dense(128, activation="relu") for _ in range(3)]
+        model = keras.Sequential([*stack, keras.layers.Dense(10)])
+        model.compile(keras.optimizers.Adam(0.003), models.CROSSENTROPY, metrics=["accuracy"])
+    options = {"batch_size": 60, "epochs": 8, "verbose": 0, "shuffle": False}
+    losses = model.fit(x[:1500], y[:1500], **options).history["loss"]
+    return losses[-1], model.evaluate(x[1500:], y[1500:], batch_size=60, verbose=0)[1]
+
+
+@pytest.fixture(scope="module")
+def learned_exactly():
+    with psp.single_process():
+        return learned(tf.distribute.get_strategy())
+
+
+@pytest.mark.parametrize("name", ["int8", *extended("bf16")])
+def test_activations_in_fewer_bytes_learn_the_digits_as_well(name, learned_exactly, pipeline):
+    exact_loss, exact = learned_exactly
+    loss, accuracy = learned(pipeline(microbatches=4, activation_compression=name))
+    assert exact > 0.85
+    # Something was lost, and it does not show in what has been learned.
+    assert loss != pytest.approx(exact_loss, rel=1e-5)
+    assert loss == pytest.approx(exact_loss, rel=0.15)
+    assert accuracy > exact - 0.0101

@@ -1,8 +1,7 @@
 """Trains a model in stages; the chief prints what it finds.
 
-training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns|contexts]
-    [--schedule gpipe|1f1b|pipedream]
-                [--pipelines N] [--compression NAME] [--writes]
+training_job.py FOLDER [--epochs N] [--pause SECONDS] [--backup] [--stages auto|patterns]
+    [--schedule gpipe|1f1b|pipedream] [--pipelines N] [--compression NAME]
 """
 
 import argparse
@@ -17,7 +16,6 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
-from tests.pipeline import slow_writes
 
 PATTERNS = [["embedding", "recurrent"], ["dense*", "dropout"]]
 
@@ -32,23 +30,15 @@ def parse():
     parser.add_argument("--schedule", default="gpipe")
     parser.add_argument("--pipelines", type=int, default=1)
     parser.add_argument("--compression")
-    parser.add_argument("--writes", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=20.0)
     return parser.parse_args()
 
 
-def make(strategy, stages):
+def make(strategy):
     layers = keras.layers
     with strategy.scope():
-        if stages == "contexts":
-            with psp.stage(1):
-                first = [layers.Embedding(40, 8, name="embedding")]
-            with psp.stage(0):
-                second = [layers.SimpleRNN(16, name="recurrent")]
-            stack = [*first, *second]
-        else:
-            stack = [layers.Embedding(40, 8, name="embedding")]
-            stack += [layers.SimpleRNN(16, name="recurrent")]
+        stack = [layers.Embedding(40, 8, name="embedding")]
+        stack += [layers.SimpleRNN(16, name="recurrent")]
         stack += [layers.Dense(32, activation="relu"), layers.Dropout(0.2), layers.Dense(3)]
         model = keras.Sequential(stack)
         model.compile(
@@ -83,7 +73,7 @@ def main():
         heartbeat_timeout=args.heartbeat,
         startup_timeout=60,
     )
-    model = make(strategy, args.stages)
+    model = make(strategy)
     random = np.random.default_rng(0)
     x, y = random.integers(0, 40, (70, 6)), random.integers(0, 3, 70)
     callbacks = [Steps(args.pause)]
@@ -106,8 +96,6 @@ def main():
         print(f"{path} is on {device}", flush=True)
     args.folder.mkdir(exist_ok=True)
     model.save(args.folder / "model.keras")
-    if args.writes:
-        slow_writes.check(strategy)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,22 @@ STRATEGIES = {
 }
 
 
+def check_that_models_outside_of_the_scope_are_refused():
+    """From when the strategy is made, not from its first model."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="forgotten")
+    try:
+        model.compile("sgd", "mse")
+    except ValueError as error:
+        assert "The model 'forgotten' was built outside the strategy's scope" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
 def main(folder, name):
     strategy = STRATEGIES[name]()
     task = getattr(strategy, "task", None)
+    if task:
+        check_that_models_outside_of_the_scope_are_refused()
     keras.utils.set_random_seed(3)
     layers = keras.layers
     with strategy.scope():

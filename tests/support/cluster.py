@@ -73,6 +73,14 @@ def makes_scope(case):
     return case
 
 
+def strategy_of(scope):
+    """The strategy whose scope a function makes."""
+    import tensorflow as tf
+
+    with scope():
+        return tf.distribute.get_strategy()
+
+
 class Results(dict):
     """The arrays that each task has returned, by task.
 

@@ -61,15 +61,20 @@ def _makes(name, devices=None, **options):
     return make
 
 
-def _servers_in_process(workers, **options):
+def _servers_in_process(workers, shards=None, **options):
     """Parameter servers and workers that are threads of one process, the chief."""
 
     def make():
+        import tensorflow as tf
+
         import keras_psplus as psp
         from keras_psplus.cluster.in_process import InProcessCluster
 
         cluster = InProcessCluster(workers=workers, ps=2)
         cluster.start()
+        if shards:
+            cut = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
+            options["variable_partitioner"] = cut
         return psp.ParameterServerStrategy(cluster.cluster_resolver, **options)
 
     return make
@@ -108,14 +113,16 @@ _all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIEN
 _served = functools.partial(Layout, workers=2, ps=2)
 LAYOUTS = {
     "plain": Layout(_plain),
-    # Two replicas, or two stages, in one process.
+    # Two replicas, two stages, or two pipelines of two stages in one process.
     "devices2": Layout(_makes("MultiWorkerMirroredStrategy", devices=2)),
     "stages2": Layout(_makes("PipelineStrategy", devices=2, microbatches=3)),
+    "pipelines4": Layout(_makes("PipelineStrategy", devices=4, microbatches=2, pipelines=2)),
     "ar2": Layout(_all_reduce(), workers=2),
     "ar3": Layout(_all_reduce(), workers=3),
     "ar4": Layout(_all_reduce(), workers=4),
     # Two workers with two devices each, which are a group.
     "hosts": Layout(_all_reduce(devices=2, topology=[["worker-0"], ["worker-1"]]), workers=2),
+    "ar2x2": Layout(_all_reduce(devices=2), workers=2),
     "opt2": Layout(_all_reduce(shard="optimizer"), workers=2),
     "opt3": Layout(_all_reduce(shard="optimizer"), workers=3),
     "opt4_groups": Layout(_all_reduce(shard="optimizer", shard_group=2), workers=4),
@@ -136,6 +143,10 @@ LAYOUTS = {
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
+    "pipedream2": Layout(_makes("PipelineStrategy", schedule="pipedream"), workers=2, chief=True),
+    "pipelines2x2": Layout(
+        _makes("PipelineStrategy", microbatches=2, pipelines=2), workers=4, chief=True
+    ),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
     "async22": _served(
         _makes("ParameterServerStrategy", overlap_steps=True, ps_weights=[1, 2], **_PATIENT),
@@ -143,5 +154,7 @@ LAYOUTS = {
     ),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),
+    "async_sharded": Layout(_servers_in_process(1, shards=2)),
     "sync_threads": Layout(_servers_in_process(2, mode="sync")),
+    "sync_sharded": Layout(_servers_in_process(2, shards=2, mode="sync")),
 }
