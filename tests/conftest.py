@@ -37,18 +37,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 hypothesis.settings.register_profile("without a deadline", deadline=None)
 hypothesis.settings.load_profile("without a deadline")
 
-# Where files take minutes, of which one at the end would leave all but one processor idle.
-LONG = (
-    "multi_process",
-    "parameter_server",
-    "hybrid",
-    "all_reduce",
-    "examples",
-    "fidelity",
-    "faults",
-    "pipeline",
-    "sharding",
-)
 # Folders and files whose scripts are started by `warm.py`. The others start them as a user does.
 WARM = (
     *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
@@ -89,14 +77,9 @@ def warm_start(request):
         yield
 
 
-# Before pytest chooses by marks.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    from tests import extended
-
-    named = any("::" in argument for argument in config.args)
-    extended.mark(items, pathlib.Path(__file__).parent, whole=not named)
-    items.sort(key=lambda item: item.path.parent.name not in LONG)
+def pytest_collection_modifyitems(items):
+    # Files of jobs take minutes, of which one at the end would leave all but one processor idle.
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 def pytest_collection_finish():
