@@ -23,6 +23,8 @@ pytestmark = pytest.mark.processes
 
 JOB = pathlib.Path(__file__).with_name("fault_job.py")
 WORKERS = "worker-0", "worker-1"
+# Tasks do not go through it.
+UNREACHABLE_PROXY = {"http_proxy": "http://127.0.0.1:9"}
 
 
 def cluster(folder, *args, ps=2, **options):
@@ -30,7 +32,7 @@ def cluster(folder, *args, ps=2, **options):
         [sys.executable, str(JOB), *map(str, args)],
         workers=2,
         ps=ps,
-        env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path(os.environ)},
+        env={"PYTHONPATH": python_path(os.environ), **UNREACHABLE_PROXY},
         log_dir=folder,
         # Whoever has to end has to do so by itself.
         failure_grace=60,
