@@ -44,6 +44,7 @@ def test_other_groups_and_several_steps_at_once(topology, steps):
     check_weights(run("ar4", cases.exact, topology=topology, steps_per_execution=steps))
 
 
+@pytest.mark.extended
 def test_groups_are_made_of_links():
     results = run("ar4", cases.automatic, topology="three")
     check_weights(results)

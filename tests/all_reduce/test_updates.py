@@ -138,7 +138,7 @@ def test_optimizers_that_are_no_attributes_are_known():
     assert run("ar2", cases.optimizers_of_parts).first
 
 
-@pytest.mark.parametrize("name", ["diloco", *extended("two optimizers", "accumulate")])
+@pytest.mark.parametrize("name", extended("diloco", "two optimizers", "accumulate"))
 def test_resumed_training_is_as_if_never_interrupted(name):
     found = run("ar2", cases.interrupted, name=name).first
     assert_same(weights_of(found, "resumed"), weights_of(found, "whole"))

@@ -38,9 +38,7 @@ def test_all_reduce(cause, tmp_path):
     assert "slowest: worker-1" in output and f"by {cause}" in output
 
 
-@pytest.mark.parametrize(
-    ("cause", "task"), [("compute", "worker-1"), *extended(("data", "chief-0"))]
-)
+@pytest.mark.parametrize(("cause", "task"), extended(("compute", "worker-1"), ("data", "chief-0")))
 def test_a_pipeline(cause, task, tmp_path):
     trace = tmp_path / "trace.json"
     flags = "--workers=2", "--chief", f"--trace={trace}", "--trace_steps=2"

@@ -53,9 +53,7 @@ def check(folder, kind, expected):
 
 
 # Each strategy saves then as after any batch; `test_sizes.py` resumes from that.
-@pytest.mark.parametrize(
-    "kind", ["shard_all", *extended(*(kind for kind in CLUSTERS if kind != "shard_all"))]
-)
+@pytest.mark.parametrize("kind", extended(*CLUSTERS))
 def test_a_job_whose_launcher_is_told_to_end(kind, expected, tmp_path):
     log = run(tmp_path, kind, exit_code=143)
     assert SAVED in log
@@ -69,8 +67,11 @@ def test_a_job_whose_launcher_is_told_to_end(kind, expected, tmp_path):
     ("kind", "task", "saves"),
     [
         ("all_reduce", "worker1", "worker-0"),
-        ("sync_parameter_server", "ps0", "chief-0"),
-        *extended(("hybrid", "ps0", "worker-0"), ("pipeline", "worker1", "chief-0")),
+        *extended(
+            ("sync_parameter_server", "ps0", "chief-0"),
+            ("hybrid", "ps0", "worker-0"),
+            ("pipeline", "worker1", "chief-0"),
+        ),
     ],
 )
 def test_a_job_of_which_one_task_is_told_to_end(kind, task, saves, expected, tmp_path):

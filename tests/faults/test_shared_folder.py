@@ -20,6 +20,7 @@ def run(folder, *flags, **options):
     return *found, log
 
 
+@pytest.mark.extended
 def test_a_call_that_had_ended_leaves_the_backup_to_the_next(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir(), broken.mkdir()

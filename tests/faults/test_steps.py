@@ -14,10 +14,11 @@ from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("steps_job.py")
-CLUSTER = [
-    *("arrays", "dataset that goes on"),
-    *extended("dataset of unknown length", "PyDataset", "Grain", "own train_step"),
-]
+# A job that is killed and resumes with another number of workers is in test_sizes.py.
+CLUSTER = extended(
+    *("arrays", "dataset that goes on", "dataset of unknown length", "PyDataset", "Grain"),
+    "own train_step",
+)
 ALONE = ["epochs", "own train_step", *extended("at the end of an epoch", "Grain")]
 ALONE_LOOK = (
     "test_one_replica_resumes_as_if_nothing_had_happened",

@@ -189,7 +189,7 @@ MORE = extended(again, steps_at_once, of_rows, own_step)
 TOLERANCE = 2e-3  # Of float16.
 
 
-@pytest.mark.parametrize("case", [whole, beside_rows, accumulated, *MORE])
+@pytest.mark.parametrize("case", [whole, *extended(beside_rows, accumulated), *MORE])
 def test_equals_one_process(case):
     equals_one_process("hybrid22", case)
 
@@ -211,6 +211,7 @@ def test_what_comes_after_tables_is_compiled():
     equals_one_process("hybrid22", whole, jit_compile=True)
 
 
+@pytest.mark.extended
 def test_keras_rs():
     pytest.importorskip("keras_rs")
     # Plain Keras knows no such placements.

@@ -76,6 +76,7 @@ def check_counted(found, push, pull):
         assert len(x) // BATCH * sum(of["own monitored"]) == of["own total"] > sent
 
 
+@pytest.mark.extended
 def test_rows_are_read_as_they_are_counted_and_monitored():
     found, expected = run("hybrid22", plain), reference(plain)
     assert_close({name: found.first[name] for name in expected}, expected, 2e-5)
@@ -148,6 +149,7 @@ def uneven():
     return model, results | {"evaluated": model.evaluate(x, y, BATCH, verbose=0)}
 
 
+@pytest.mark.extended
 def test_a_worker_without_rows_changes_and_counts_nothing():
     found, expected = run("hybrid22", uneven), reference(uneven)
     assert_close({name: found.first[name] for name in expected}, expected, 1e-4)

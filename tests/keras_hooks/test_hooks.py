@@ -76,6 +76,7 @@ def asked(job):
     return {*job[0], *with_servers}
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.skipif(native.kernels() is None, reason="no C++ compiler, or a GPU: other encoders")
 def test_files_that_a_gradient_passes(job):
