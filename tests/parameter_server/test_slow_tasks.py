@@ -19,7 +19,7 @@ JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("mode", "cause"), [("sync", "compute"), *extended(("async", "data"))])
+@pytest.mark.parametrize(("mode", "cause"), extended(("sync", "compute"), ("async", "data")))
 def test_in_a_job(mode, cause, tmp_path):
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
     flags = ["--workers=2", "--ps=2", f"--json_log={log}", f"--log_dir={tmp_path}/logs"]

@@ -203,7 +203,7 @@ def resumed(strategy, name, folder):
     return found | named("resumed", parts.resumed(train, 1, save_freq=3))
 
 
-@pytest.mark.parametrize("name", ["local", *extended("accumulate")])
+@pytest.mark.parametrize("name", extended("local", "accumulate"))
 def test_resumed_training_is_as_if_never_interrupted(name, tmp_path):
     found = run("async_threads", resumed, name=name, folder=tmp_path).first
     assert_same(weights_of(found, "resumed"), weights_of(found, "whole"))

@@ -60,6 +60,7 @@ def test_a_slow_layer_moves_the_cut(pipeline):
     assert "ms a step" not in str(counted)
 
 
+@pytest.mark.extended
 def test_names_and_seeds_are_those_of_the_script(pipeline, monkeypatch):
     class Draws(layers.Layer):
         """Makes a layer, and draws, where it should not."""
@@ -109,6 +110,7 @@ def kinds_of_layers():
     return keras.Model(inputs, layers.Dense(3, kernel_regularizer="l2")(h))
 
 
+@pytest.mark.extended
 def test_layers_of_every_kind_are_measured(pipeline, caplog):
     found = costs_of(pipeline(2), kinds_of_layers, tf.TensorSpec([None, 9], tf.int32))
     times = measure.measured(found, 8, CPU)

@@ -133,7 +133,7 @@ def learned_exactly():
         return learned(tf.distribute.get_strategy())
 
 
-@pytest.mark.parametrize("name", ["int8", *extended("bf16")])
+@pytest.mark.parametrize("name", extended("int8", "bf16"))
 def test_activations_in_fewer_bytes_learn_the_digits_as_well(name, learned_exactly, pipeline):
     exact_loss, exact = learned_exactly
     loss, accuracy = learned(pipeline(microbatches=4, activation_compression=name))
