@@ -1,16 +1,13 @@
 """Ways of training that must equal one process on the same global batches: `CASES` by name."""
 
 import contextlib
-import os
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from tests.multi_process import data_cases, layer_cases, metric_cases, step_cases  # noqa: F401
 from tests.multi_process.case_models import CASES
 
-__all__ = ["CASES", "TOLERANCE", "run", "without_loss"]
+__all__ = ["CASES", "TOLERANCE", "without_loss"]
 
 # Sums over replicas are taken in another order than sums over a batch.
 TOLERANCE = dict.fromkeys(CASES, 2e-5) | {
@@ -29,22 +26,6 @@ TOLERANCE = dict.fromkeys(CASES, 2e-5) | {
     # Its variance is E[x^2] - E[x]^2, which magnifies the difference.
     "synchronised_batch_normalisation": 1e-4,
 }
-
-
-def run(names, strategy, task, out):
-    """Runs cases in a job of their own, and writes what they leave to files `CASE.TASK.npz`."""
-    strategy = strategy or tf.distribute.get_strategy()
-    for name in names:
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model, results = CASES[name]()
-        weights = model.get_weights() if model is not None else []
-        results = results | {f"weights/{i}": w for i, w in enumerate(weights)}
-        path = os.path.join(out, f"{name}.{task}.npz")
-        np.savez(path + ".tmp.npz", **results)
-        os.replace(path + ".tmp.npz", path)
-        print(f"done {name}", flush=True)
 
 
 def without_loss(name):

@@ -79,22 +79,6 @@ class OwnModel(keras.Model):
         return self.out(self.hidden(x))
 
 
-class OwnStep(OwnModel):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {m.name: m.result() for m in self.metrics}
-
-
 class OwnLoss(OwnModel):
     """As in Keras's guide "Customizing what happens in fit()", with and without a mean."""
 
@@ -160,21 +144,6 @@ def gradient_penalty():
     )
     model, results = trained(model, *blobs(101), **numpy_defaults(callbacks=[read]))
     return model, results | {"rates": np.asarray(rates)}
-
-
-class FunctionStep(OwnStep):
-    @tf.function
-    def train_step(self, data):
-        return super().train_step(data)
-
-
-@case
-def train_step_as_function():
-    model = FunctionStep()
-    model.compile(
-        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
-    return trained(model, *blobs(), **numpy_defaults())
 
 
 class InBatchNegatives(keras.Model):

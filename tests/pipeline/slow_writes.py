@@ -6,14 +6,14 @@ import tensorflow as tf
 
 layers = keras.layers
 RANDOM = np.random.RandomState(0)
-X, Y = RANDOM.randn(40, 12).astype("float32"), RANDOM.randint(0, 3, 40)
+X, Y = RANDOM.randn(24, 12).astype("float32"), RANDOM.randint(0, 3, 24)
 
 
 def delay(variable):
-    """Has the worker that has a variable compute some tenths of a second, before anything else."""
+    """Has the worker that has a variable compute for a tenth of a second before anything else."""
     with tf.device(variable.value.device):
         product = tf.zeros((1000, 1000))
-        for _ in range(8):
+        for _ in range(4):
             # `tf.matmul` would wait for the shape.
             product = tf.raw_ops.MatMul(a=product, b=product)
 

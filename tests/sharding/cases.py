@@ -308,8 +308,9 @@ def state_and_bytes():
     """Bytes of a step, and the sizes of what this worker keeps of the optimizer's state."""
     model, x = of("adam")
     found = bytes_of_steps(model, x)
-    if tf.distribute.get_strategy().is_chief:
-        # Weights are whole on all workers.
+    strategy = tf.distribute.get_strategy()
+    if strategy.is_chief and strategy.engine.has_whole_weights:
+        # Others need not do so as well.
         model.set_weights(model.get_weights())
     slots = model.optimizer.variables[2:]
     return found | {

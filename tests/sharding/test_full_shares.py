@@ -33,7 +33,9 @@ def test_models_equal_one_process(name):
 )
 def test_compiled_units_equal_one_process(name):
     found = run("all2", unit_cases.trained, name=name, jit_compile=True)
-    expected = reference(unit_cases.trained, name=name)
+    # XLA rounds to bfloat16 elsewhere.
+    options = {"jit_compile": True} if name == "mixed" else {}
+    expected = reference(unit_cases.trained, name=name, **options)
     assert_close(found.first, expected, TOLERANCES.get(name, 2e-5))
     assert SAID.get(name, "") in found.logs["worker-0"]
 
