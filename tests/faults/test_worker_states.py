@@ -34,7 +34,7 @@ def test_all_workers_resume_from_the_state_that_is_whole_on_all_of_them(run):
     assert "are lost" not in log.split('["all"')[0]
     # The newest has no digests, and is taken without what workers had kept; all are told so.
     ((epochs, weights), other) = found["no digests"]
-    assert epochs == [2, 3] and other == (epochs, weights)
+    assert epochs == [0, 1, 2, 3] and other == (epochs, weights) and weights != whole
     assert "are lost: it has no files of workers" in log
 
 

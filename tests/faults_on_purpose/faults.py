@@ -106,7 +106,7 @@ FAULTS = (
         "parameter_server/steps/closure_totals.py",
         "            means = parts @ changes\n",
         "            means = changes.mean(0)\n",
-        ("parameter_server/test_step_totals.py", "parameter_server/test_sync.py"),
+        ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
     ),
     Fault(
         "a lost worker's gradient twice",
@@ -114,7 +114,7 @@ FAULTS = (
         "parameter_server/sync/step_attempts.py",
         "            if share in self._admitted:\n                self.is_void = True\n",
         "",
-        ("parameter_server/test_step_totals.py", "parameter_server/test_sync.py"),
+        ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
     ),
     # Tables on servers.
     Fault(

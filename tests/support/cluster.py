@@ -237,7 +237,8 @@ class _Cluster:
                     log_dir=folder,
                     kill_grace=1.0,
                 )
-                self._cluster.start()
+                with _keeping_signals():
+                    self._cluster.start()
                 names = [task.name for task in self._cluster.tasks]
                 self._logs = {name: self._cluster.log_path(name) for name in names}
             else:
@@ -351,6 +352,15 @@ class _Cluster:
             self._process.wait()
         self._open.close()
         self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def _keeping_signals():
+    """Context after which signals do what they did: clusters stay up while other tests run."""
+    kept = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for one, handler in kept.items():
+        signal.signal(one, handler)
 
 
 class _Stream:
