@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_psplus.compression import Compressor
+from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.row_cache import RowCaches
@@ -149,4 +150,5 @@ class Tables:
 
     def _agree(self, kind: str, fingerprint: str, description: str) -> None:
         if self._control is not None:
-            self._control.check_same(kind, fingerprint, description)
+            with failure.translate_errors(self._control.task):
+                self._control.check_same(kind, fingerprint, description)
