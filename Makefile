@@ -58,7 +58,7 @@ $(VENV)/stamp-library: $(VENV)/stamp-venv $(PACKAGING)
 demo: $(VENV)/stamp-library
 	@$(BIN)/python examples/demo.py $(DEMO)
 
-TEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/stamp-test
 	$(TEST) -m "$(TESTED)"
