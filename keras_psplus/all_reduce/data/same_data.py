@@ -8,16 +8,15 @@ that call Python, as by `from_generator`, are not compared.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.data import data_seeds
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
 
@@ -43,7 +42,7 @@ def print_of(adapter: Any, kind: str) -> Any:
         return _samples(adapter._inputs)
     if kind == "generator":
         return _samples(adapter._first_batches[0])
-    with _keeping_random_numbers():
+    with data_seeds.untouched():
         if kind == "python":
             return _samples(adapter.py_dataset[0]) if adapter.py_dataset.num_batches != 0 else None
         if kind == "dataset" and adapter.get_tf_dataset() not in _compared:
@@ -73,7 +72,7 @@ def check(adapter: Any, prints: Sequence[Any], control: ControlPlane, seed: int)
         if prints[0]["graph"] and all(one["graph"] == prints[0]["graph"] for one in prints):
             return
         # Of other paths or functions, the same rows may come.
-        with _keeping_random_numbers():
+        with data_seeds.untouched():
             batch = next(iter(seed_shuffles(dataset, seed).take(1)), None)
         prints = [json.loads(t) for t in control.exchange("rows", json.dumps(_samples(batch)))]
     for name, theirs in zip(control.names, prints):
@@ -136,17 +135,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (bytes, str)):
         return str(value)
     return str(value) if np.iscomplexobj(value) else float(value)
-
-
-@contextlib.contextmanager
-def _keeping_random_numbers() -> Iterator[None]:
-    """Context after which the script draws what it would have drawn."""
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
 
 
 def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:

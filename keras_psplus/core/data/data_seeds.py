@@ -5,12 +5,27 @@ made after it has the same weights here only if nothing else is drawn either. So
 what Python would draw next, of TensorFlow's seed, and of how many were made of these before.
 """
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from keras_psplus.tf_internals import context
 
 _LARGEST = int(1e9)
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Context after which a script draws by Python and numpy what it would have drawn."""
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
 
 
 class _Draws:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.data import data_seeds
 from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.log import logger
 from keras_psplus.pipeline.split import timing
@@ -131,12 +130,10 @@ def _isolated_global_state() -> Iterator[None]:
     generator = global_state.get_global_attribute(_SEED_GENERATOR)
     names = global_state.get_global_attribute(_NAMES)
     had = None if names is None else dict(names)
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
     try:
-        yield
+        with data_seeds.untouched():
+            yield
     finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
         global_state.set_global_attribute(_SEED_GENERATOR, generator)
         names = global_state.get_global_attribute(_NAMES)
         if names is not None:
