@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.all_reduce.data import same_data
 from tests.support.cluster import run
 from tests.support.jobs import run_in_processes
 
@@ -156,3 +157,18 @@ def test_a_script_without_a_seed_draws_alike_on_all_workers():
     losses, _, _ = json.loads(said[0])
     np.testing.assert_allclose(losses, [np.mean(np.square(np.arange(17)))] * 2, rtol=1e-5)
     assert logs["worker-0"].count("all go on from seed") == 1
+
+
+def test_data_of_any_kind_are_alike_to_themselves():
+    data = {
+        "strings": tf.constant([["x"], ["y"]]),
+        "objects": np.array([object(), "u", 1], object),
+        "dates": np.array(["2020"], "datetime64[D]"),
+        "others": [np.array([1 + 2j]), tf.cast([np.nan], "bfloat16"), np.zeros((0, 3)), None, 5],
+        "ragged": tf.ragged.constant([[1], [2, 3]]),
+        "sparse": tf.sparse.from_dense([[1, 0]]),
+    }
+    first, second = (json.loads(json.dumps(same_data._samples(data))) for _ in range(2))
+    assert len(first) == 6 and not same_data._difference(first, second)
+    second[0]["values"][1] = ["b'z'"]
+    assert same_data._difference(first, second) == """"b'y'" and "b'z'" in row 1 of array 0"""

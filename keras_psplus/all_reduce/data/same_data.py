@@ -111,16 +111,17 @@ def _are_close(left: Any, right: Any) -> bool:
 
 def _samples(data: Any) -> list[dict[str, Any]]:
     """Some rows of each array of a structure, and some values of each row."""
-    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
-    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")]
-    return [_sample(array) for array in arrays if not hasattr(array, "iloc") and len(array.shape)]
+    # Not of frames, nor of ragged and sparse rows.
+    arrays = [leaf for leaf in tree.flatten(data) if isinstance(leaf, (np.ndarray, tf.Tensor))]
+    return [_sample(array) for array in arrays if len(array.shape)]
 
 
 def _sample(array: Any) -> dict[str, Any]:
     rows = _spread(int(array.shape[0] or 0), _ROWS)
     values = []
     for row in rows:
-        flat = np.asarray(array[row]).reshape(-1)
+        part = array[row]
+        flat = np.reshape(part.numpy() if tf.is_tensor(part) else part, -1)
         values.append([_plain(flat[i]) for i in _spread(len(flat), _VALUES)])
     return {"shape": [int(n or 0) for n in array.shape[1:]], "rows": rows, "values": values}
 
@@ -134,7 +135,11 @@ def _plain(value: Any) -> Any:
     """A value for JSON."""
     if isinstance(value, (bytes, str)):
         return str(value)
-    return str(value) if np.iscomplexobj(value) else float(value)
+    try:
+        return float(np.real(value))
+    except (TypeError, ValueError):
+        # Of other objects, only the kind is known to be the same on all workers.
+        return type(value).__name__
 
 
 def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
