@@ -170,5 +170,5 @@ def test_data_of_any_kind_are_alike_to_themselves():
     }
     first, second = (json.loads(json.dumps(same_data._samples(data))) for _ in range(2))
     assert len(first) == 6 and not same_data._difference(first, second)
-    second[0]["values"][1] = ["b'z'"]
-    assert same_data._difference(first, second) == """"b'y'" and "b'z'" in row 1 of array 0"""
+    second[-1]["values"][1] = ["b'z'"]
+    assert same_data._difference(first, second) == """"b'y'" and "b'z'" in row 1 of array 5"""
