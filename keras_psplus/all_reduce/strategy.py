@@ -184,7 +184,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
                     **self._extended_options,
                 ),
             )
-            termination.take_back()
+            termination.restore_handler()
             shard_option.check_devices(shard, len(self.extended.worker_devices))
             if self._topology == topology_module.AUTO:
                 self._topology = auto_topology.choose(self.extended)

@@ -96,8 +96,8 @@ def _in_replica() -> bool:
 
 
 def of_variables(variables: Sequence[Any] | None) -> Engine | None:
-    """Engine of the strategy of the first of some Keras variables."""
-    return of_variable(next(iter(variables or ()), None))
+    """Engine of the strategy of the first Keras variable in a list."""
+    return of_variable(variables[0]) if isinstance(variables, (list, tuple)) and variables else None
 
 
 def of_variable(variable: Any) -> Engine | None:

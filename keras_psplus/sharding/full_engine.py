@@ -20,7 +20,7 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.units.gathering import Units
-from keras_psplus.sharding.variable import in_update
+from keras_psplus.sharding.variable import ShareVariable, in_update
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class FullyShardedEngine(ShardedEngine):
     def _make_whole(self, variable: keras.Variable) -> None:
         """Gives every worker the whole of a variable that was cut as a weight."""
         share = variable._value
+        name = share.name.removesuffix(":0")
         with tf.init_scope(), self.strategy.scope():
-            variable._value = tf.Variable(
-                share.value(), trainable=variable.trainable, name=share.name.removesuffix(":0")
-            )
+            whole = ShareVariable.value(share)
+            variable._value = tf.Variable(whole, trainable=variable.trainable, name=name)
 
     # Variables.
 

@@ -78,7 +78,8 @@ class LayerCalls:
                 return self._call(call, proceed)
             finally:
                 self._home = None
-        if _is_in_loop_or_branch(self._home):
+        is_compiled = not self.regions.are_local and function_here() is not None
+        if not is_compiled and _is_in_loop_or_branch(self._home):
             return self._call_with_wholes(call, proceed, within=True)
         return self._call(call, proceed)
 

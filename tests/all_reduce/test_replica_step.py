@@ -1,6 +1,6 @@
+import inspect
 import types
 
-import inspect
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,9 +1,10 @@
 """Comparison of the workers' data, of which each must have all rows.
 
-Lengths and batch sizes say little: of `x[rank::2]`, all workers have as many rows. So they compare
-some values of arrays and of first batches, and TensorFlow's hash of a dataset's graph with the
-constants in it. Values are compared with a tolerance, as workers may have computed them. Datasets
-that call Python, as by `from_generator`, are not compared.
+Lengths and batch sizes say little: parts such as `x[rank::2]` are equally long on all workers. So
+workers compare some values of arrays and of first batches, and TensorFlow's hash of a dataset's
+graph with the constants in it. Floats are compared with a tolerance, as workers may have computed
+them. A `PyDataset`, and a dataset that calls Python, is not compared: one more call may change what
+the next one returns. Generators that differ, as random ones may, are told of by a warning.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tensorflow as tf
 from keras_psplus.core.data import data_seeds
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
+from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     from keras_psplus.core.jobs.control import ControlPlane
@@ -31,8 +33,8 @@ _MOST_BYTES = 64 << 20
 _compared: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 
 
-def print_of(adapter: Any, kind: str) -> Any:
-    """Returns what this worker says of its data, as a value for JSON, or None.
+def fingerprint_of(adapter: Any, kind: str) -> Any:
+    """Returns a fingerprint of this worker's data, as a value for JSON, or None.
 
     Args:
         adapter: One of Keras's data adapters.
@@ -42,51 +44,58 @@ def print_of(adapter: Any, kind: str) -> Any:
         return _samples(adapter._inputs)
     if kind == "generator":
         return _samples(adapter._first_batches[0])
-    with data_seeds.untouched():
-        if kind == "python":
-            return _samples(adapter.py_dataset[0]) if adapter.py_dataset.num_batches != 0 else None
-        if kind == "dataset" and adapter.get_tf_dataset() not in _compared:
-            return _hash(adapter.get_tf_dataset())
+    if kind == "dataset" and adapter.get_tf_dataset() not in _compared:
+        return _hash(adapter.get_tf_dataset())
     return None
 
 
-def check(adapter: Any, prints: Sequence[Any], control: ControlPlane, seed: int) -> None:
+def check(
+    adapter: Any, kind: str, fingerprints: Sequence[Any], control: ControlPlane, seed: int
+) -> None:
     """Checks that workers whose data are alike in size have the same.
 
     Args:
         adapter: One of Keras's data adapters.
-        prints: What each worker has said of its data.
+        kind: As `data_facts.describe` returns it.
+        fingerprints: `fingerprint_of` on each worker.
         control: Control plane of all workers.
         seed: What decides the order of the data, the same on all workers.
 
     Raises:
         ValueError: If the data differ. It is raised on every worker.
     """
-    if None in prints:
+    if None in fingerprints:
         return
-    if isinstance(prints[0], dict):
+    if kind == "dataset":
         dataset = adapter.get_tf_dataset()
         _compared.add(dataset)
-        if any(one["calls_python"] for one in prints):
-            return  # To call it once more than one process does may change what it returns.
-        if prints[0]["graph"] and all(one["graph"] == prints[0]["graph"] for one in prints):
+        if any(one["is_final"] for one in fingerprints):
+            return
+        graphs = {one["graph"] for one in fingerprints}
+        if len(graphs) == 1 and "" not in graphs:
             return
         # Of other paths or functions, the same rows may come.
         with data_seeds.untouched():
             batch = next(iter(seed_shuffles(dataset, seed).take(1)), None)
-        prints = [json.loads(t) for t in control.exchange("rows", json.dumps(_samples(batch)))]
-    for name, theirs in zip(control.names, prints):
-        difference = _difference(prints[0], theirs)
-        if difference:
-            raise ValueError(
-                f"The data of {control.names[0]} and {name} differ. Every worker must have all "
-                "rows, in the same order: it trains its part of each batch. Give every worker the "
-                "same data; make the strategy, or call `keras.utils.set_random_seed`, before "
-                "anything is shuffled or drawn. If each worker brings rows of its own, set "
-                "`experimental_distribute.auto_shard_policy` to "
-                "`tf.data.experimental.AutoShardPolicy.OFF` in the options of a "
-                f"`tf.data.Dataset`. Received: {difference}"
-            )
+        texts = control.exchange("rows", json.dumps(_samples(batch)))
+        fingerprints = [json.loads(text) for text in texts]
+    for name, theirs in zip(control.names, fingerprints):
+        difference = _difference(fingerprints[0], theirs)
+        if not difference:
+            continue
+        message = (
+            f"The data of {control.names[0]} and {name} differ. Every worker must have all "
+            "rows, in the same order: it trains its part of each batch. Give every worker the "
+            "same data; make the strategy, or call `keras.utils.set_random_seed`, before "
+            "anything is shuffled or drawn. If each worker brings rows of its own, set "
+            "`experimental_distribute.auto_shard_policy` to "
+            "`tf.data.experimental.AutoShardPolicy.OFF` in the options of a "
+            f"`tf.data.Dataset`. Received: {difference}"
+        )
+        if kind != "generator":
+            raise ValueError(message)
+        logger.warning("%s", message)
+        return
 
 
 def _difference(ours: Any, theirs: Any) -> str:
@@ -106,24 +115,33 @@ def _difference(ours: Any, theirs: Any) -> str:
 def _are_close(left: Any, right: Any) -> bool:
     if isinstance(left, str) or isinstance(right, str):
         return bool(left == right)
-    return bool(np.isclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True))
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    return bool(np.isclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE**2, equal_nan=True))
 
 
 def _samples(data: Any) -> list[dict[str, Any]]:
     """Some rows of each array of a structure, and some values of each row."""
-    # Not of frames, nor of ragged and sparse rows.
-    arrays = [leaf for leaf in tree.flatten(data) if isinstance(leaf, (np.ndarray, tf.Tensor))]
-    return [_sample(array) for array in arrays if len(array.shape)]
+    # Not of ragged and sparse rows.
+    leaves = [getattr(leaf, "iloc", leaf) for leaf in tree.flatten(data)]
+    arrays = [one for one in leaves if isinstance(one, (np.ndarray, tf.Tensor)) or _is_frame(one)]
+    return [_sample(one) for one in arrays if _is_frame(one) or len(one.shape)]
+
+
+def _is_frame(leaf: Any) -> bool:
+    """Whether it indexes the rows of what pandas has."""
+    return hasattr(leaf, "obj") and type(leaf).__module__.startswith("pandas.")
 
 
 def _sample(array: Any) -> dict[str, Any]:
-    rows = _spread(int(array.shape[0] or 0), _ROWS)
+    shape = array.obj.shape if _is_frame(array) else array.shape
+    rows = _spread(int(shape[0] or 0), _ROWS)
     values = []
     for row in rows:
         part = array[row]
         flat = np.reshape(part.numpy() if tf.is_tensor(part) else part, -1)
         values.append([_plain(flat[i]) for i in _spread(len(flat), _VALUES)])
-    return {"shape": [int(n or 0) for n in array.shape[1:]], "rows": rows, "values": values}
+    return {"shape": [int(n or 0) for n in shape[1:]], "rows": rows, "values": values}
 
 
 def _spread(count: int, most: int) -> list[int]:
@@ -136,27 +154,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (bytes, str)):
         return str(value)
     try:
-        return float(np.real(value))
+        return int(value) if isinstance(value, (int, np.integer)) else float(np.real(value))
     except (TypeError, ValueError):
         # Of other objects, only the kind is known to be the same on all workers.
         return type(value).__name__
 
 
 def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
-    """TensorFlow's hash of a dataset's graph, empty for a large one, or None."""
-    size, calls_python, left = 0, False, [dataset]
+    """TensorFlow's hash of a dataset's graph, empty for a large one, or None.
+
+    It is final if the dataset's rows must not be read to compare them.
+    """
+    size, is_final, left = 0, False, [dataset]
     while left:
         one = left.pop()
         left += one._inputs()
+        # Nothing but `fit` may write the file of a cache.
+        is_final = is_final or type(one).__name__ == "CacheDataset"
         tensors = tf.nest.flatten(getattr(one, "_tensors", ()), expand_composites=True)
         size += sum((t.shape.num_elements() or 0) * t.dtype.size for t in tensors)
         for function in one._functions():
             graph = function.function.graph.as_graph_def()
             nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-            calls_python = calls_python or any("PyFunc" in node.op for node in nodes)
+            is_final = is_final or any("PyFunc" in node.op for node in nodes)
     try:
         variant = dataset._variant_tensor
         found = 0 if size > _MOST_BYTES else tf.raw_ops.DatasetFingerprint(input_dataset=variant)
     except tf.errors.OpError:
         return None
-    return {"graph": str(int(found) or ""), "calls_python": calls_python}
+    return {"graph": str(int(found) or ""), "is_final": is_final}

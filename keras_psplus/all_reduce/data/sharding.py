@@ -55,7 +55,7 @@ class _Proposal(NamedTuple):
     seed: int
     rank: int
     maps: str = ""
-    content: Any = None
+    fingerprint: Any = None
 
 
 class _Given(NamedTuple):
@@ -94,8 +94,9 @@ def distribute(
     pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
     seed = seed_for(data_seeds.draw())
-    content = same_data.print_of(adapter, kind) if strategy.num_workers > 1 else None
-    proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run, content)
+    is_compared = strategy.num_workers > 1 and not readers
+    fingerprint = same_data.fingerprint_of(adapter, kind) if is_compared else None
+    proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run, fingerprint)
     proposals = _exchange(strategy, proposal)
     # To read several batches at once, TensorFlow has workers ask each other for each of them.
     to_devices = strategy.extended.fetches_to_devices and steps_per_execution == 1
@@ -115,7 +116,8 @@ def _distribute(
     if strategy.num_workers > 1:
         _check_proposals(given, proposals)
         if alike and not readers:
-            same_data.check(given.adapter, [one.content for one in proposals], control, seed)
+            fingerprints = [one.fingerprint for one in proposals]
+            same_data.check(given.adapter, kind, fingerprints, control, seed)
     if kind == "array" and alike:
         return _ahead(given, _array(strategy, adapter, seed))
     if kind == "own" or not alike or any(reader.job_name != "" for reader in readers):

@@ -39,7 +39,7 @@ def grace_seconds() -> float:
     return seconds
 
 
-def take_back() -> None:
+def restore_handler() -> None:
     """Gives SIGTERM back to the script, or to its default.
 
     TensorFlow's collective server handles it below Python, where it is only noted: a process that

@@ -8,6 +8,8 @@ say, and have no workers' files.
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +182,7 @@ def _read(
     """The state with a suffix, or None, and what is wrong with it."""
     weights, metadata, listed = _paths(callback, suffix)
     state = {"is_previous": bool(suffix), "has_digests": file_utils.exists(listed)}
-    training = file_utils.join(callback.backup_dir, f"{TRAINING}{suffix}")
-    state["worker_files"], state["has_training"] = {}, file_utils.exists(training)
+    state["worker_files"] = {}
     if state["has_digests"]:
         try:
             content = _listed(listed)
@@ -194,6 +195,9 @@ def _read(
             problem = digests.problem_of(path, expected)
             if problem:
                 return None, problem
+    else:
+        training = file_utils.join(callback.backup_dir, f"{TRAINING}{suffix}")
+        state["has_training"] = _is_archive(training)
     for path in (weights, metadata):
         if not file_utils.exists(path):
             return None, f"{path} is missing"
@@ -207,6 +211,11 @@ def _read(
     except (ValueError, OSError, tf.errors.OpError) as error:
         return None, f"{getattr(error, 'filename', None) or metadata} cannot be read: {error}"
     return state, None
+
+
+def _is_archive(path: str) -> bool:
+    """Whether a file is there and can be read as numpy's archives are."""
+    return bool(file_utils.exists(path) and zipfile.is_zipfile(io.BytesIO(_bytes(path))))
 
 
 def _tables(callback: keras.callbacks.BackupAndRestore, suffix: str) -> dict[str, Any] | None:

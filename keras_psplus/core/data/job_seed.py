@@ -25,21 +25,27 @@ def agree(control: ControlPlane, with_tensorflow: bool = False) -> None:
         with_tensorflow: Whether operations of TensorFlow's without a seed draw them, too: as for
             workers that compute with the same rows. Others had better draw their own noise.
     """
-    drawn = random.getstate(), np.random.get_state(legacy=False), context.global_seed()
+    drawn = random.getstate(), np.random.get_state(legacy=False)
     # All starts of a job have its token: where it was lost, it draws again what it drew.
     token = os.environ.get(TOKEN_VARIABLE) or str(random.SystemRandom().random())
-    texts = control.exchange("random numbers", f"{_digest(drawn)} {_digest(token)}")
-    seed = int(texts[0].split()[1], 16) % (1 << 31)
-    if with_tensorflow and context.global_seed() is None:
+    text = f"{_digest(drawn)} {_digest(token)} {context.global_seed()}"
+    texts = [one.split() for one in control.exchange("random numbers", text)]
+    states, tokens, seeds = zip(*texts)
+    if len(set(seeds)) > 1:
+        return  # The script sets another seed on each worker.
+    is_set = seeds[0] != "None"
+    # Of a script with a seed, the first worker's numbers decide, which are the same each time.
+    seed = int(states[0] if is_set else tokens[0], 16) % (1 << 31)
+    if with_tensorflow and not is_set:
         tf.random.set_seed(seed)
-    if len({text.split()[0] for text in texts}) == 1:
+    if len(set(states)) == 1:
         return
     random.seed(seed)
     np.random.seed(seed)
     if control.task.is_chief:
         logger.info(
-            "the workers' random numbers differ, as without a seed: all go on from seed %d, so "
-            "that they shuffle data alike (`keras.utils.set_random_seed` sets one)",
+            "the workers' random numbers differ: all go on from seed %d, so that they shuffle data "
+            "alike (`keras.utils.set_random_seed` sets one)",
             seed,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.tf_internals import framework_ops as ops
@@ -50,4 +51,4 @@ def shape_to_be(variable: keras.Variable, value: Any) -> tuple[int, ...] | None:
     shape: tuple[int, ...] | None = variable._shape
     if shape is not None or callable(value):
         return shape
-    return tuple(tf.convert_to_tensor(value).shape)
+    return tuple(value.shape if hasattr(value, "shape") else np.shape(value))
