@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
@@ -70,13 +71,7 @@ class PartOfWeight(ShareVariable):
         resource_variable_ops.variable_accessed(self)
         with record.stop_recording():
             whole = read()
-        record.record_operation(
-            "ReadVariableOp",
-            [whole],
-            [tf.convert_to_tensor(self.handle)],
-            backward_function=lambda grad: [grad],
-            forward_function=lambda tangent: [tangent],
-        )
+        record_read(self, whole)
         return whole
 
     def _error_of_eager_read(self) -> RuntimeError:

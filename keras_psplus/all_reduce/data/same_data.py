@@ -129,7 +129,7 @@ def _samples(data: Any) -> list[dict[str, Any]]:
 
 
 def _is_frame(leaf: Any) -> bool:
-    """Whether it indexes the rows of what pandas has."""
+    """Whether an object indexes the rows of a frame or a series of pandas."""
     return hasattr(leaf, "obj") and type(leaf).__module__.startswith("pandas.")
 
 
