@@ -136,12 +136,14 @@ class Expiry:
         rows, keys = (tf.gather(of, have_key) for of in (rows, keys))
         meta = key_rows.meta(rows)
         is_new = tf.cast(meta[:, LAST] > self._clock.step(), _INT)
-        lives = tf.cast(tf.logical_not(self._is_dead(key_rows, rows)), _INT)
         # The last counts most. Among equals, the order of the keys' hashes.
         criteria = [tf.bitcast(mixed(keys), _LONG), meta[:, LAST]]
-        criteria += [meta[:, FREQUENCY]] if self._policy == "lfu" else []
+        if self._policy == "lfu":
+            # By the last use, the dead are the first and a step's own rows the last already.
+            lives = tf.logical_not(self._is_dead(key_rows, rows))
+            criteria += [meta[:, FREQUENCY], tf.cast(lives, _INT) + is_new]
         order = tf.range(tf.size(rows))
-        for criterion in (*criteria, lives, is_new):
+        for criterion in criteria:
             order = tf.gather(order, tf.argsort(tf.gather(criterion, order), stable=True))
         if self._share > _WINDOW:
             # Rows of this step stay, as there are older ones elsewhere.
