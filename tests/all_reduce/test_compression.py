@@ -126,7 +126,7 @@ def _split_means(compressor, keys, grads, states, step):
 
 
 NAMES = ["bf16", "int8", "topk", "powersgd", "by_variable"]
-OTHERS = [name for name in COMPRESSORS if name not in NAMES]
+OTHERS = ["topk_warmup", "randomk", "powersgd_late"]
 
 
 def check_weights(name, results):
@@ -165,7 +165,6 @@ def of_embeddings(kind):
         ("repeated", 1e-6, 24 + 4),
         # Six bytes are filled up to whole words.
         ("int8", 0.05, 8 + 4 + 4),
-        *extended(("bf16", 0.02, 12 + 4), ("topk whole", 0.0, 36 + 4)),
         # What rows would lose of theirs, no later step makes up for.
         *extended(("topk", 0.1, 24 + 4)),
     ],
@@ -234,10 +233,9 @@ def of_factors(layout, kind):
     "layout, kind, tolerance",
     [
         ("ar2", "all", 2e-6),
-        *extended(("ar2", "of halves", 2e-2)),
         *extended(("ar2", "of loops", 2e-6), ("ar2", "of no products", 2e-6)),
         *extended(("ar2", "of half no products", 5e-3)),
-        *extended(("ar4", "all", 2e-6), ("ar4", "of halves", 2e-2)),
+        *extended(("ar4", "of halves", 2e-2)),
     ],
 )
 def test_factors_add_up_to_the_sum_of_gradients(layout, kind, tolerance):
@@ -283,8 +281,7 @@ def test_variables_of_the_same_path_have_residuals_of_their_own():
 
 
 NOT_FINITE = [("int8", True), ("int8", False)]
-ALSO_NOT_FINITE = [("bf16", False), ("topk", True)]
-ALSO_NOT_FINITE += [(name, scaled) for name in ("powersgd", "factors") for scaled in (True, False)]
+ALSO_NOT_FINITE = [("bf16", False), ("topk", True), ("powersgd", False), ("factors", True)]
 
 
 @pytest.mark.parametrize("name, scaled", [*NOT_FINITE, *extended(*ALSO_NOT_FINITE)])
@@ -299,7 +296,7 @@ def test_few_numbers_that_are_not_finite_reach_the_optimizer():
     assert wrong[:, 17].all() and wrong.sum() == 400
 
 
-@pytest.mark.parametrize("name", ["powersgd", *extended("int8", "topk")])
+@pytest.mark.parametrize("name", ["powersgd", *extended("topk")])
 def test_accumulated_gradients_are_sent_once(name):
     whole = 4 * sum(int(np.prod(shape)) for shape in LAYER.values())
     assert run("ar2", cases.accumulated, name=name).first["sent"] == STEPS * whole
@@ -308,6 +305,6 @@ def test_accumulated_gradients_are_sent_once(name):
 # What four workers show and two do not: a sum that is rounded on its way, cuts, what is gathered,
 # and exchanged in turns.
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["bf16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk"])
 def test_weights_of_four_workers_are_those_of_the_compressor(name):
     check_weights(name, run("ar4", cases.compressed, name=name))

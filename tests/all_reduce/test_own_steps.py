@@ -18,13 +18,10 @@ NAMES = [
 ]
 OTHERWISE = [
     ("ClipByGlobalNorm", {"run_eagerly": True}),
-    ("ClipByGlobalNorm", {"steps_per_execution": 2}),
     ("ClipByGlobalNorm", {"loss_scale": 8.0}),
     ("LoggedAfter", {"loss_scale": 8.0}),
     ("ClipByGlobalNorm", {"momentum": 0.0, "accumulated": 2}),
-    ("GradientsInFunction", {"run_eagerly": True}),
     ("ChangedAfterFunction", {"run_eagerly": True}),
-    ("DerivedByHand", {"run_eagerly": True}),
     ("OwnMomentum", {"momentum": 0.0, "run_eagerly": True}),
     # Whose sums come later.
     ("ClipByGlobalNorm", {"updates": "accumulate:1"}),

@@ -46,9 +46,7 @@ def refused():
     return {"message": str(error.value)}
 
 
-@pytest.mark.parametrize(
-    "layout", ["tp2", "sync_threads", *extended("all2", "opt2", "stages2", "hybrid22")]
-)
+@pytest.mark.parametrize("layout", ["tp2", "sync_threads", *extended("all2", "hybrid22")])
 def test_learned_numbers_equal_one_process(layout):
     equals_one_process(layout, scaled)
 
@@ -57,6 +55,6 @@ def test_states_of_rows_that_all_workers_have():
     equals_one_process("tp2", stateful)
 
 
-@pytest.mark.parametrize("layout", ["sync_threads", *extended("all2", "stages2")])
+@pytest.mark.parametrize("layout", ["sync_threads", *extended("all2")])
 def test_states_of_rows_that_are_dealt_out_are_refused(layout):
     run(layout, refused, may_show_errors=True)

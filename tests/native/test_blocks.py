@@ -17,12 +17,9 @@ kernels = native.kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="no C++ compiler, or a GPU")
 # The first ones of each take all paths.
 COMPRESSORS = [compression.Int8(16), compression.Sign(32)]
-COMPRESSORS += extended(compression.Int8(1), compression.Int8(), compression.Sign())
+COMPRESSORS += extended(compression.Int8(1), compression.Sign())
 SHAPES = [(2, 7), (3, 1000)]
-SHAPES += [
-    pytest.param(shape, marks=pytest.mark.extended)
-    for shape in [(1, 1), (3, 33), (2, 256), (1, 4096), (3, 110_001)]
-]
+SHAPES += [pytest.param(shape, marks=pytest.mark.extended) for shape in [(1, 1), (3, 110_001)]]
 KINDS = ["normal", "halves", "zeros", "tiny", "tiny and not", "huge", "nan", "infinite"]
 
 

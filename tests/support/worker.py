@@ -108,8 +108,12 @@ def _of(path, name):
 def _forget(environ, folder):
     """Makes the process as it was before a case."""
     mock.patch.stopall()
-    os.environ.clear()
-    os.environ.update(environ)
+    # Only what differs: TensorFlow's threads read the environment meanwhile, and may crash.
+    for variable in os.environ.keys() - environ.keys():
+        del os.environ[variable]
+    for variable, value in environ.items():
+        if os.environ.get(variable) != value:
+            os.environ[variable] = value
     os.chdir(folder)
     keras.utils.clear_session()
     keras.utils.get_custom_objects().clear()

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
 MODELS = ["mlp/adamw", "own_step", "grouped/sgd", "odd/sgd", "table/lamb"]
-MORE = ["mixed/adam", "gpt2/sgd", "bert/sgd"]
-OPTIMIZERS = ["sgd", "momentum_clipnorm", "adam_clipvalue", "average", "schedule_free"]
-OPTIMIZERS += ["accumulate", "loss_scale", "muon", "adafactor", "lamb_accumulate"]
+MORE = ["mixed/adam", "gpt2/sgd"]
+# Keras's others are in tests/matrix.
+OPTIMIZERS = ["muon", "lamb_accumulate"]
 SAID = {
     "mlp/adamw": [
         "over 1 x 2 workers: 7 of 11 variables are cut",
@@ -60,7 +60,7 @@ def test_losses_over_classes_that_are_cut(layout):
     "name, layers",
     [
         ("mlp/adamw", {"layer_normalization"}),
-        *extended(("grouped/sgd", {"attention"}), ("gpt2/sgd", {"self_attention", "layer_norm"})),
+        *extended(("gpt2/sgd", {"self_attention", "layer_norm"})),
         *extended(("own_step", set())),
     ],
 )
@@ -99,20 +99,20 @@ def test_files_go_on_elsewhere(other, tmp_path):
     check_files("tp2", tmp_path, other)
 
 
-@pytest.mark.parametrize("layout", ["tp2", *extended("tp4")])
-@pytest.mark.parametrize("name", ["places", *extended("embedding/adagrad")])
+@pytest.mark.parametrize(
+    "layout, name", [("tp2", "places"), *extended(("tp4", "embedding/adagrad"))]
+)
 def test_accumulated_rows_equal_those_of_one_process(layout, name):
     equals_one_process(layout, shares.accumulated, name=name, rows=32)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["two_optimizers", "adamw", "loss_scale"])
-def test_accumulated_updates_equal_those_of_one_process(name):
-    equals_one_process("tp4", shares.accumulated, name=name)
+def test_accumulated_updates_equal_those_of_one_process():
+    equals_one_process("tp4", shares.accumulated, name="two_optimizers")
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["mlp/adamw", "own_step", "mlp/accumulate"])
+@pytest.mark.parametrize("name", ["own_step", "mlp/accumulate"])
 def test_rows_divide_batches(name):
     equals_one_process("tp4", cases.trained, name=name)
 
