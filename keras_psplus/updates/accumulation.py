@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_psplus.updates.base import Apply, Context, Form, Grads, ReplicaUpdates, States, Step
 from keras_psplus.updates.host_count import HostCount
-from keras_psplus.updates.values import zeros_like
+from keras_psplus.updates.values import no_rows_of, zeros_like
 
 
 class Accumulation(ReplicaUpdates):
@@ -141,8 +141,8 @@ class _Rows:
         return slices if self._join is None else self._join(slices)
 
     def clear(self) -> None:
-        self._values.assign(tf.zeros([0, *self._shape[1:]], self._values.dtype), read_value=False)
-        self._indices.assign(tf.zeros([0], self._indices.dtype), read_value=False)
+        for variable in (self._values, self._indices):
+            variable.assign(no_rows_of(variable.read_value()), read_value=False)
 
 
 def _wide(dtype: tf.DType) -> tf.DType:

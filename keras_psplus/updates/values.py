@@ -38,6 +38,15 @@ def numbers_of(gradients: Iterable[Any]) -> list[Any]:
     return [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients]
 
 
+def no_rows_of(tensor: tf.Tensor) -> tf.Tensor:
+    """None of a tensor's rows, which the graph does not know.
+
+    TensorFlow takes the shape that a function assigns to a variable for that of what it has read
+    before: with `tf.zeros([0])`, `tf.size` of the variable's rows is 0.
+    """
+    return tensor[: tf.minimum(tf.shape(tensor)[0], 0)]
+
+
 def zeros_like(tensor: tf.Tensor) -> tf.Tensor:
     """Zeros in the place of a tensor, made when the tensor is there.
 

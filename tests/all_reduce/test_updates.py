@@ -10,7 +10,8 @@ import keras_psplus as psp
 from tests.all_reduce import updates_cases as cases
 from tests.all_reduce import updates_simulation as simulation
 from tests.all_reduce.updates_cases import EPOCHS, LOCAL, dense, problem, slices
-from tests.support.cluster import reference, run
+from tests.sharding import cases as sharding_cases
+from tests.support.cluster import equals_one_process, reference, run
 from tests.support.results import assert_all_close, assert_same, weights_of
 from tests.support.tiers import extended
 
@@ -44,6 +45,10 @@ def test_accumulating_equals_one_process_on_larger_batches(name):
     check_accumulated(name, found)
     if name not in ("embedding", "places"):
         assert found["own bytes"] == found["updates"] * sum(w.nbytes for w in weights_of(found))
+
+
+def test_rows_that_wait_at_an_epoch_s_end_are_applied_then():
+    equals_one_process("ar2", sharding_cases.accumulated, name="embedding/adagrad")
 
 
 INNER = {

@@ -53,7 +53,7 @@ def test_accumulated_updates_equal_those_of_one_process(name):
 
 @pytest.mark.extended
 def test_accumulated_rows_equal_those_of_one_process():
-    equals_one_process("opt2", cases.accumulated, name="embedding/adagrad", rows=32)
+    equals_one_process("opt2", cases.accumulated, name="embedding/adagrad")
 
 
 @pytest.mark.extended

@@ -103,7 +103,7 @@ def test_files_go_on_elsewhere(other, tmp_path):
     "layout, name", [("tp2", "places"), *extended(("tp4", "embedding/adagrad"))]
 )
 def test_accumulated_rows_equal_those_of_one_process(layout, name):
-    equals_one_process(layout, shares.accumulated, name=name, rows=32)
+    equals_one_process(layout, shares.accumulated, name=name)
 
 
 @pytest.mark.extended

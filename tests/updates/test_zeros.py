@@ -6,9 +6,24 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.replica_step import _zeros
-from keras_psplus.updates.values import zeros_like
+from keras_psplus.updates.values import no_rows_of, zeros_like
 
 SIZE = 1 << 20
+
+
+def test_a_variable_has_its_rows_until_none_are_assigned():
+    rows = tf.Variable(tf.zeros([0, 4]), shape=[None, 4])
+
+    @tf.function(autograph=False)
+    def take():
+        before = rows.read_value()
+        sizes = tf.stack([tf.shape(before)[0], tf.size(before)])
+        rows.assign(no_rows_of(before), read_value=False)
+        return sizes
+
+    rows.assign(tf.ones([20, 4]))
+    assert take().numpy().tolist() == [20, 80]
+    assert take().numpy().tolist() == [0, 0]
 
 
 def kept(instead):
