@@ -42,6 +42,42 @@ def noisy():
     return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
 
 
+class Either(layers.Layer):
+    """Calls one of two layers, by what it is given."""
+
+    def build(self, shape):
+        self.some, self.others = layers.Dense(8, "tanh"), layers.Dense(8, "relu")
+        self.some.build(shape), self.others.build(shape)
+
+    def call(self, x):
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: self.some(x), lambda: self.others(x))
+
+    def compute_output_shape(self, shape):
+        return (*shape[:-1], 8)
+
+
+class Penalty(layers.Layer):
+    """Adds a loss in training alone."""
+
+    def call(self, x, training=None):
+        if training:
+            self.add_loss(0.1 * keras.ops.mean(x**2))
+        return x
+
+
+def branching(chooses=True):
+    """A branch between two layers, and a loss that evaluation has not."""
+    inputs = keras.Input((5,))
+    h = layers.Dense(8, "tanh")(inputs)
+    h = Penalty()(Either()(h) if chooses else layers.Dense(8)(h))
+    return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
+
+
+def penalised():
+    """A model that is compiled as a whole."""
+    return branching(chooses=False)
+
+
 class Pair(keras.Model):
     """A model of two models, which are called by its step; it has no call itself."""
 
@@ -65,7 +101,7 @@ def data_of(name, rows):
     if name == "Pair":
         return random.normal(size=(rows, 5)).astype("f"), random.normal(size=(rows, 1)).astype("f")
     x = random.integers(0, 20, (rows, 6))
-    if name == "noisy":
+    if name in ("noisy", "branching", "penalised"):
         x = random.normal(size=(rows, 5)).astype("f")
     if name == "recurrent":
         x = tf.strings.as_string(x)
@@ -87,7 +123,9 @@ def trained(name, rows=8, jit_blocks=None):
         asks = tf.distribute.has_strategy() and name != "Pair" and not jit_blocks
         arguments = {} if name == "Pair" else arguments
         model.compile(optimizer, jit_compile=True if asks else "auto", **arguments)
-        logs = dict(model.fit(x, y, 8, epochs=2, shuffle=False, verbose=0).history)
+        validated = {"validation_data": (x, y)} if name in ("branching", "penalised") else {}
+        options = {"epochs": 2, "shuffle": False, "verbose": 0} | validated
+        logs = dict(model.fit(x, y, 8, **options).history)
         if rows % 8:
             logs["evaluated"] = model.evaluate(x, y, 8, verbose=0)
             logs |= model.predict(x, 8, verbose=0)

@@ -17,7 +17,10 @@ from tests.support.tiers import extended
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name, rows, calls",
-    [("dense", 8, 2), *extended(("dense", 12, 2), ("Pair", 8, 4), ("recurrent", 8, 4))],
+    [
+        *(("dense", 8, 2), ("branching", 8, 2), ("penalised", 8, 2)),
+        *extended(("dense", 12, 2), ("Pair", 8, 4)),
+    ],
 )
 def test_two_replicas_equal_one_process(name, rows, calls):
     found = run("devices2", trained, name=name, rows=rows).first

@@ -116,10 +116,11 @@ class CompiledFunction:
         self.losses, losses = list(added), iter(added)
         # Keras clears the losses of earlier calls when it enters the outermost layer.
         context = _context()
+        is_outermost = not context
         context.update(self._behind)
+        for layer in self._layers() if is_outermost else ():
+            layer._losses.clear()
         for layer, count in self._owners:
-            if not context:
-                layer._losses.clear()
             layer._losses.extend(next(losses) for _ in range(count))
         tensors = iter(outputs)
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self._leaves]

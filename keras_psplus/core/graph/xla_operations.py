@@ -10,6 +10,8 @@ import tensorflow as tf
 from keras_psplus.tf_internals import registered_kernels
 
 _REFUSED = ("Collective", "While", "StatelessWhile")
+# What leaves these for their gradient is an optional value, of which XLA has none.
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
 _DEVICES = {"XLA_CPU_JIT", "XLA_GPU_JIT"}
 # Parts of a function, which compilation replaces.
 _OF_FUNCTIONS = {"Placeholder", "_Arg", "_Retval", "NoOp", "PlaceholderWithDefault"}
@@ -18,8 +20,8 @@ _OF_FUNCTIONS = {"Placeholder", "_Arg", "_Retval", "NoOp", "PlaceholderWithDefau
 def missing(graph: tf.Graph) -> list[str]:
     """Types of operations of a graph and its functions that XLA lacks.
 
-    Collectives count as lacking: XLA has none for CPUs. So do loops: what they keep for their
-    gradient cannot leave a compiled function.
+    Collectives count as lacking: XLA has none for CPUs. So do loops and branches: what they keep
+    for their gradient cannot leave a compiled function.
 
     Returns:
         Sorted list of names.
@@ -58,7 +60,9 @@ def _called(op: tf.Operation) -> set[str]:
 
 def _lacking(types: set[str]) -> list[str]:
     return sorted(
-        name for name in types - _OF_FUNCTIONS if name.startswith(_REFUSED) or not _has(name)
+        name
+        for name in types - _OF_FUNCTIONS
+        if name.startswith(_REFUSED) or name in _BRANCHES or not _has(name)
     )
 
 
