@@ -89,6 +89,10 @@ class ReplicaStep:
         """A metric's method `result`, as this step's code is to call it."""
         return result
 
+    def as_read(self, variable: Any, value: tf.Tensor) -> tf.Tensor:
+        """The value of a variable on parameter servers, as this step may see it."""
+        return value
+
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         """Divides by the replica's fraction of the global batch."""
         raise NotImplementedError

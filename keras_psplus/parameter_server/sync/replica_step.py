@@ -13,12 +13,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import local_traces, stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.engine import Engine
+from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
+
+_CALLS = *("PartitionedCall", "StatefulPartitionedCall", "If", "While", "Case"), *("StatelessIf",)
+
+
+def _has_own_apply(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    """Whether an optimizer's class is the script's, with an `apply` of its own."""
+    return optimizer is not None and any(
+        "apply" in vars(base) and not base.__module__.startswith("keras.")
+        for base in type(optimizer).__mro__
+    )
 
 
 class WorkerReplicaStep(ReplicaStep):
@@ -43,6 +55,8 @@ class WorkerReplicaStep(ReplicaStep):
         self._calls: list[stand_ins.TapeCall] = []
         self.handed_over: list[Any] = []
         self.first_hand_over: int | None = None
+        # By ids of variables of TensorFlow's, what updates them once all gradients are there.
+        self._updated: dict[int, tuple[keras.optimizers.Optimizer, keras.Variable]] = {}
 
     def batch_fraction(self) -> tf.Tensor:
         return self._weight
@@ -54,6 +68,7 @@ class WorkerReplicaStep(ReplicaStep):
         super().__exit__(*exc)
         if exc[0] is None:
             self._check_unused(())
+            self._check_calls()
 
     def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
         """Stand-ins for the gradients of one call of the tape; see `core.graph.stand_ins`."""
@@ -77,13 +92,31 @@ class WorkerReplicaStep(ReplicaStep):
     def _is_by_row(self, graph: tf.Graph) -> bool:
         return local_traces.is_without_collectives(graph, self._graph)
 
-    def _check_unused(self, gradients: Iterable[Gradient | None]) -> None:
-        """Raises ValueError if the step has computed with this worker's part of a gradient."""
+    def _check_unused(
+        self,
+        gradients: Iterable[Gradient | None],
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> None:
+        """Raises ValueError if the step has computed with this worker's part of a gradient.
+
+        Args:
+            gradients: What an optimizer is to apply.
+            optimizer: That optimizer.
+        """
         for call in self._calls:
             changed = any(
                 call.has_made(one) or call.was_changed_inside(one) or call.was_changed_outside(one)
                 for one in gradients
             )
+            if changed and _has_own_apply(optimizer):
+                raise ValueError(
+                    "With `mode=\"sync\"`, an optimizer's `apply` gets one worker's part of the "
+                    "gradients, and the sum is made behind it: an optimizer of your own that "
+                    "changes gradients does so in its `update_step`, which gets their sums; or "
+                    'use `mode="async"` or MultiWorkerMirroredStrategy, under which it works. '
+                    f"Received: {type(optimizer).__name__}.apply(), which changes the gradients of "
+                    f"{call.describe()}"
+                )
             if changed or call.is_used() or call.is_used_inside():
                 raise ValueError(
                     'With `mode="sync"`, what `tape.gradient` returns is one worker\'s part of '
@@ -111,7 +144,7 @@ class WorkerReplicaStep(ReplicaStep):
                 'whole step), several steps as several batches, or use `mode="async"`. '
                 f"Received: {optimizer.name}.apply(), called {where}"
             )
-        self._check_unused(gradients)
+        self._check_unused(gradients, optimizer)
         overwritten = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
         if overwritten and self.engine.strategy.num_workers > 1:
             raise ValueError(
@@ -131,3 +164,40 @@ class WorkerReplicaStep(ReplicaStep):
         ]
         self._optimizers.append(optimizer)
         self.handed_over.append(self._push(optimizer, gradients, variables))
+        inner = unwrapped(optimizer)
+        rate = getattr(inner, "_learning_rate", None)
+        for variable in [*variables, *inner.variables, *optimizer.variables]:
+            if variable is not rate:
+                self._updated[id(variable._value)] = optimizer, variable
+
+    def as_read(self, variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+        if id(variable) not in self._updated:
+            return value
+        optimizer, updated = self._updated[id(variable)]
+        if updated is optimizer._iterations and unwrapped(optimizer) is optimizer:
+            return value + 1
+        self._refuse_read(optimizer, updated)
+        return value
+
+    def _check_calls(self) -> None:
+        """Raises ValueError if a function, traced before, reads what is updated only later."""
+        handles = {
+            id(part.handle): one
+            for one in self._updated.values()
+            for part in parts_of(one[1]._value)
+        }
+        captured = {id(own): handles.get(id(outer)) for outer, own in self._graph.captures}
+        for op in self._graph.get_operations()[self.first_hand_over :] if handles else ():
+            for tensor in op.inputs if op.type in _CALLS else ():
+                if (found := captured.get(id(tensor))) is not None:
+                    self._refuse_read(*found)
+
+    def _refuse_read(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
+        raise ValueError(
+            'With `mode="sync"`, weights change once the gradients of all workers are there, so '
+            "that a `train_step` which reads them after it has applied gradients would get those "
+            "from before the step. Take the gradients of all optimizers before the first is "
+            "applied, and move what needs the new weights, such as their moving averages, to a "
+            "callback's `on_train_batch_end`; or use MultiWorkerMirroredStrategy, under which it "
+            f"works. Received: {variable.path}, read after {optimizer.name}.apply()"
+        )

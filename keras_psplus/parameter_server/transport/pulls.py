@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
+from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.parameter_server.tracing import local_copies, traffic
 from keras_psplus.parameter_server.tracing.local_copies import writes
@@ -217,7 +218,7 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
         pulls = current_pulls()
         if pulls is None or updating_device() == self.device:
             return super()._read_variable_op(no_copy)
-        return pulls.value(self, [self])
+        return as_read(self, pulls.value(self, [self]))
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
         pulls = current_pulls()
@@ -225,9 +226,16 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
             return super().sparse_read(indices, name)
         compressor = pulls.compressor_of(self)
         key = reads.key_of(self, compressor)
-        return reads.lookup(
+        rows = reads.lookup(
             self, self.shape, indices, lambda rows: reads.gather(self, rows, compressor, key)
         )
+        return as_read(self, rows)
+
+
+def as_read(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+    """A value that was read, as the step that is traced may see it."""
+    step = current_step()
+    return value if step is None else step.as_read(variable, value)
 
 
 def _noting(name: str) -> Callable[..., Any]:

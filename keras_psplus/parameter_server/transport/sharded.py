@@ -68,7 +68,7 @@ class ShardedVariable(WrittenVariable):
         pulled = pulls.current_pulls() or pulls.Pulls()
         # The tape knows the first handle only: a conditional's or a loop's gradient goes to what
         # its body captures, which has to be the value and not the shards' handles.
-        return pulled.value(self, self.shards, needs_function=True)
+        return pulls.as_read(self, pulled.value(self, self.shards, needs_function=True))
 
     def _refuse_inner_functions(self) -> None:
         # A tape around the function would see shards only, not the variable that they are of.
@@ -86,7 +86,7 @@ class ShardedVariable(WrittenVariable):
         if shard is not None:
             return shard.sparse_read(indices)
         self._refuse_inner_functions()
-        return reads.lookup(self, self._whole_shape, indices, self._rows)
+        return pulls.as_read(self, reads.lookup(self, self._whole_shape, indices, self._rows))
 
     def _rows(self, unique: tf.Tensor) -> tf.Tensor:
         of_shards, owners = self._decompose(unique)

@@ -1,0 +1,150 @@
+"""Steps that read what they have updated: as in one process, or refused by name."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.cluster import equals_one_process, run
+
+pytestmark = pytest.mark.processes
+
+
+class Averaged(keras.Sequential):
+    """A model with a moving average of its kernel, as teachers have."""
+
+    def __init__(self, when):
+        super().__init__([keras.Input((3,)), keras.layers.Dense(2)])
+        self.when = when
+        initial = dict(initializer="zeros", trainable=False)
+        self.average = self.add_weight(name="average", shape=(3, 2), **initial)
+
+    def move(self):
+        self.average.assign(0.9 * self.average + 0.1 * self.layers[0].kernel)
+
+    def train_step(self, data):
+        if self.when == "before":
+            self.move()
+        logs = super().train_step(data)
+        if self.when == "after":
+            self.move()
+        if self.when == "in a function":
+            tf.function(self.move)()
+        logs["iterations"] = keras.ops.cast(self.optimizer.iterations, "float32")
+        logs["rate"] = self.optimizer.learning_rate
+        return logs
+
+
+class Two(keras.Sequential):
+    """Trains its layers by optimizers of their own, together or one after the other."""
+
+    def __init__(self, together):
+        super().__init__([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+        self.together = together
+        self.first, self.second = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)
+
+    def train_step(self, data):
+        x, y = data
+        parts = [layer.trainable_variables for layer in self.layers]
+        for optimizer, part in zip((self.first, self.second), parts):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            part = parts[0] + parts[1] if self.together else part
+            gradients = tape.gradient(loss, part)
+            if self.together:
+                self.first.apply(gradients[:2], parts[0])
+                self.second.apply(gradients[2:], parts[1])
+                break
+            optimizer.apply(gradients, part)
+        return {"loss": loss}
+
+
+def fitted(model, callbacks=()):
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    model.compile(keras.optimizers.SGD(rate, momentum=0.5), "mse")
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+    options = dict(batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return model, model.fit(x, x[:, :2], callbacks=list(callbacks), **options).history
+
+
+def averaged(when):
+    model, callbacks = Averaged(when), []
+    if when == "in a callback":
+        moves = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: model.move())
+        callbacks = [moves]
+    model, history = fitted(model, callbacks)
+    return model, {name: history[name] for name in ("iterations", "rate")}
+
+
+def of_two(together):
+    model, _ = fitted(Two(together))
+    return model, {}
+
+
+def refused(name, **args):
+    with pytest.raises(ValueError, match="after it has applied gradients") as error:
+        (averaged if name == "averaged" else of_two)(**args)
+    return {"message": str(error.value)}
+
+
+class Halved(keras.optimizers.SGD):
+    """Changes gradients where they are applied, or where a variable is updated."""
+
+    def __init__(self, in_apply):
+        super().__init__(0.1)
+        self.in_apply = in_apply
+
+    def apply(self, grads, trainable_variables=None):
+        grads = [gradient / 2 for gradient in grads] if self.in_apply else grads
+        super().apply(grads, trainable_variables)
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = gradient if self.in_apply else gradient / 2
+        super().update_step(gradient, variable, learning_rate)
+
+
+def halved(in_apply):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(Halved(in_apply), "mse")
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    model.fit(x, x[:, :2], batch_size=8, shuffle=False, verbose=0)
+    return model, {}
+
+
+def changed_in_apply():
+    with pytest.raises(ValueError, match=r"update_step(.|\n)*Received: Halved.apply\(\)") as error:
+        halved(True)
+    return {"message": str(error.value)}
+
+
+def test_gradients_are_changed_in_the_optimizer_s_update():
+    equals_one_process("sync_threads", halved, in_apply=False)
+    run("sync_threads", changed_in_apply, may_show_errors=True)
+
+
+@pytest.mark.parametrize(
+    "layout, when",
+    [("sync22", "in a callback"), ("sync_threads", "before"), ("sync_sharded", "in a callback")],
+)
+def test_averages_of_weights_equal_one_process(layout, when):
+    equals_one_process(layout, averaged, when=when)
+
+
+@pytest.mark.parametrize(
+    "layout, when",
+    [("sync22", "after"), ("sync_sharded", "after"), ("sync_threads", "in a function")],
+)
+def test_averages_of_weights_that_have_not_come_are_refused(layout, when):
+    args = {"name": "averaged", "when": when}
+    message = str(run(layout, refused, may_show_errors=True, **args).first["message"])
+    assert "dense/kernel, read after sgd.apply()" in message
+
+
+def test_two_optimizers_whose_gradients_are_taken_together_equal_one_process():
+    equals_one_process("sync_threads", of_two, together=True)
+
+
+def test_two_optimizers_of_which_one_waits_for_the_other_are_refused():
+    args = {"name": "two", "together": False}
+    message = str(run("sync_threads", refused, may_show_errors=True, **args).first["message"])
+    assert "read after adam.apply()" in message
