@@ -73,8 +73,6 @@ def distributed(strategy, folder, by_function):
             return strategy.distribute_datasets_from_function(make)
         return strategy.experimental_distribute_dataset(numbers(folder, "OFF"))
 
-    # With a seed, each call of the function would shuffle in another order.
-    tf.random.set_seed(None)
     with options(strategy):
         model, own = counting_model(strategy), data()
         found = sums(model, own, data())

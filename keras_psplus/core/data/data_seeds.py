@@ -7,7 +7,7 @@ what Python would draw next, of TensorFlow's seed, and of how many were made of 
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,22 @@ def untouched() -> Iterator[None]:
     finally:
         random.setstate(drawn)
         np.random.set_state(drawn_by_numpy)
+
+
+def remembered() -> Callable[[], None]:
+    """Function that has Python, numpy and TensorFlow draw again what they draw from now on."""
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    # Of the seeds of operations, if there is a global one.
+    generator = getattr(context.context(), "_rng", None)
+    of_operations = None if generator is None else generator.getstate()
+
+    def again() -> None:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+        if generator is not None:
+            generator.setstate(of_operations)
+
+    return again
 
 
 class _Draws:

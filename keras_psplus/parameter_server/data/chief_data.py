@@ -127,8 +127,12 @@ def take_apart(
             f"Received: {x}"
         )
     contexts = [_Context(num_workers, i, 1) for i in range(num_workers)]
-    datasets = [_made_for(function, context) for context in contexts]
     # Shuffled data that are sharded need one order for all; each who reads everything, its own.
+    datasets, draw_again = list[tf.data.Dataset](), data_seeds.remembered()
+    for context in contexts:
+        if contexts[0].is_asked:
+            draw_again()
+        datasets.append(_made_for(function, context))
     is_sharded = any(context.is_asked for context in contexts)
     first = data_seeds.draw()
     seeds = [first if is_sharded else first + i for i in range(len(datasets))]
