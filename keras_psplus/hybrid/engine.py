@@ -34,7 +34,7 @@ class TableEngine(_Replicas):
     """Mixin for an engine of replicas that take steps together: parameter servers have tables."""
 
     # Lookups of tables are not compiled, which is most of the step of many models.
-    compiles_by_default = False
+    compiles_by_default, exports_copies = False, True
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
+from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.outside_models import OutsideScope
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tables import local
@@ -51,6 +52,16 @@ def of_holder(holder: Any) -> Engine | None:
 def of_exported(model: keras.Model) -> Engine | None:
     """Engine of a model's strategy, or of tables in memory."""
     return of_holder(model) or local.engine_in_use()
+
+
+def of_archive(archive: Any) -> Engine | None:
+    """Engine of the variables that an `ExportArchive` tracks, or of the scope.
+
+    None while a model is exported, which has an archive of its own.
+    """
+    if model_saving.exporting_flag:
+        return None
+    return next(filter(None, map(of_variable, archive.variables)), None) or of_scope()
 
 
 def of_callback(callback: Any) -> Engine | None:

@@ -3,10 +3,15 @@
 from typing import Any
 
 from keras_psplus.core.models import model_saving
-from keras_psplus.keras_hooks.finders import of_exported, of_holder, of_scope
+from keras_psplus.keras_hooks.finders import of_archive, of_exported, of_holder, of_scope
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.keras_internals.keras_parts import io_utils, model_module, saving_lib
-from keras_psplus.serving.export import export_model
+from keras_psplus.keras_internals.keras_parts import (
+    ExportArchive,
+    io_utils,
+    model_module,
+    saving_lib,
+)
+from keras_psplus.serving.export import export_archive, export_model
 
 
 def _of_writing(_: Any) -> object | None:
@@ -33,6 +38,15 @@ HOOKS = (
         export_model,
         "folders appear whole; variables of parameter servers are copied to the chief; so are "
         "dynamic tables, which are part of the graph then",
+    ),
+    Hook(
+        ExportArchive,
+        "write_out",
+        ["self", "filepath"],
+        of_archive,
+        export_archive,
+        "as `export`: what is exported is traced then",
+        call="export",
     ),
     Hook(
         saving_lib,

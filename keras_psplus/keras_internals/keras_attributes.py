@@ -5,6 +5,7 @@ import keras
 from keras_psplus.keras_internals import private_attributes
 from keras_psplus.keras_internals.keras_parts import (
     BaseTrainer,
+    ExportArchive,
     TensorFlowTrainer,
     Variable,
     array_data_adapter,
@@ -62,6 +63,7 @@ ATTRIBUTES = [
     ),
     (model_module.Model, "_flatten_layers"),
     (keras.Function, "_nodes_by_depth _outputs_struct _run_through_graph"),
+    (ExportArchive, "_endpoint_names _endpoint_signatures"),
     (saving_lib, "_save_state"),
     (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),
 ]

@@ -2,6 +2,7 @@
 
 export         function of this library, for any model
 export_model   `keras.Model.export`, which comes to the same for a model with dynamic tables
+export_archive `keras.export.ExportArchive`, for functions of the script's own
 """
 
 from __future__ import annotations
@@ -104,6 +105,24 @@ def export_model(call: Call) -> Any:
     if call.get("verbose") is not False:
         io_utils.print_msg(f"Saved artifact at '{os.fspath(folder)}'.")
     return None
+
+
+def export_archive(call: Call) -> Any:
+    """Writes an `ExportArchive`, whose functions are traced then.
+
+    Raises:
+        ValueError: If it has dynamic tables, or functions that were traced before.
+    """
+    tables = [one.path for one in call.owner.variables if is_keyed(one)]
+    if tables:
+        raise ValueError(
+            "An ExportArchive knows no dynamic tables: `keras_psplus.serving.export` and "
+            f"`model.export` write them. Received: the tables {', '.join(tables)}"
+        )
+    traced = [n for n in call.owner._endpoint_names if n not in call.owner._endpoint_signatures]
+    if traced and getattr(call.engine, "exports_copies", False):
+        model_saving.refuse_traced(call, ", ".join(traced))
+    return call.engine.save(call)
 
 
 def _save(

@@ -242,6 +242,9 @@ def train():
         with strategy.scope():
             model.save(f"{folder}/in_scope.keras")
         model.export(f"{folder}/exported")
+        archive = keras.export.ExportArchive()
+        archive.track_and_add_endpoint("serve", model, [tf.TensorSpec([None, 2], tf.int32)])
+        archive.write_out(f"{folder}/archive")
         with strategy.scope():
             masked = keras.Sequential(
                 [keras.Input((2,)), keras.layers.Embedding(5, 1, mask_zero=True)]

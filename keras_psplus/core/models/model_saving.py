@@ -13,16 +13,19 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.thread_value import ThreadFlag
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic, unwritten
 from keras_psplus.keras_internals.keras_parts import file_utils
 
 _skipped: dict[str, set[str]] = {}
+# Raised by a thread that exports.
+exporting_flag = ThreadFlag()
 
 
 def attributes_to_skip(call: Call) -> set[str]:
@@ -40,26 +43,41 @@ def attributes_to_skip(call: Call) -> set[str]:
 
 
 def export(strategy: tf.distribute.Strategy, call: Call) -> Any:
-    """Exports a model to a folder that appears whole."""
-    with written(strategy, call.get("filepath"), makes_folders=True) as path:
+    """Exports a model, or an archive of functions, to a folder that appears whole."""
+    with exporting_flag.raised(), written(strategy, call.get("filepath"), True) as path:
         return call.proceed(filepath=path)
 
 
 def export_copies(strategy: tf.distribute.Strategy, call: Call) -> Any:
-    """Exports a model while its variables are copies in this process.
+    """Exports a model, or an archive, while its variables are copies in this process.
 
     What is exported is traced now; traced with the variables of parameter servers, it would read
     from them, shard by shard.
     """
 
     def work() -> Any:
-        with written(strategy, call.get("filepath"), makes_folders=True) as path:
-            with with_copies(call.owner, copied):
-                return call.proceed(filepath=path)
+        with with_copies(call.owner, copied):
+            try:
+                return export(strategy, call)
+            except AssertionError as error:
+                if "untracked" not in str(error):
+                    raise
+                refuse_traced(call, repr(call.owner))
 
     # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(work).result()
+
+
+def refuse_traced(call: Call, what: str) -> NoReturn:
+    """Raises ValueError as functions that are exported were traced before."""
+    raise ValueError(
+        "A function that is exported reads variables of the strategy, not their copies in this "
+        "process: it was traced before, or the archive does not track its model. Call "
+        "`archive.track(model)`, and give `archive.add_endpoint` an `input_signature` and a "
+        "function that is no tf.function; `model.export` does both. "
+        f"Received: {what} under {type(call.engine.strategy).__name__}"
+    )
 
 
 def copied(variable: keras.Variable) -> tf.Variable:
@@ -69,10 +87,11 @@ def copied(variable: keras.Variable) -> tf.Variable:
 
 
 @contextlib.contextmanager
-def with_copies(model: keras.Model, copy: Callable[[keras.Variable], Any]) -> Iterator[list[Any]]:
+def with_copies(model: Any, copy: Callable[[keras.Variable], Any]) -> Iterator[list[Any]]:
     """Context in which a model computes with copies of its variables, wherever these are.
 
     Args:
+        model: A model, or an archive of functions.
         copy: Function of a variable that returns that of its value.
     """
     before = [(variable, variable._value) for variable in model.variables]
