@@ -281,7 +281,7 @@ class LocalCluster:
             while self._running():
                 time.sleep(_POLL)
         finally:
-            self._processes.release()
+            self._processes.release(not running and not self._ends.first_failure)
             if self.network is not None:
                 self.network.__exit__(None, None, None)
             self._signals.release()

@@ -33,6 +33,7 @@ from keras_psplus.cluster.startup import preflight
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.cluster.wire.listener import Listener
+from keras_psplus.errors import ClusterStartupError
 from keras_psplus.hybrid.rpc.control_link import ControlLink
 from tests.cluster import certificates
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes, wait_for
@@ -316,6 +317,20 @@ def test_tasks_know_each_other_by_certificates(monkeypatch, pki, server, caller,
             assert not listener.callers
     finally:
         listener.close()
+
+
+def test_tls_on_one_side_is_told_by_the_last_one_too(monkeypatch, pki):
+    """The other task has said so, and ended."""
+    ports = free_ports(2)
+    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in ports)}
+    config = TaskConfig(cluster, "worker", 1)
+    setenv(monkeypatch, pki["shared"])
+    first = PeerIdentity.of(TaskConfig(cluster, "worker", 0))
+    listener = Listener(ports[0], first, JobSecret.of(config))
+    setenv(monkeypatch, pki["plain"])
+    threading.Timer(3.0, listener.close).start()
+    with pytest.raises(ClusterStartupError, match="worker-0 at .*: it speaks TLS, and this task"):
+        preflight.wait_for_cluster(config, timeout=6)
 
 
 def test_mutual_tls_takes_no_caller_without_a_certificate(monkeypatch, pki):

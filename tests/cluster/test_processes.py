@@ -48,6 +48,49 @@ def sleepers(folder):
     return LocalCluster(SLEEPS, workers=2, log_dir=folder, kill_grace=2)
 
 
+# A task starts a process in a session of its own, which holds the task's output.
+LEAVES = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(1000 if len(sys.argv) > 1 else 0)
+"""
+
+
+def child_of(log):
+    wait_for((log, "child "), seconds=30)
+    return int(re.search(r"child (\d+)", log.read_text())[1])
+
+
+def test_what_tasks_have_started_ends_with_a_launcher_that_is_killed(tmp_path):
+    launches = f"""
+from keras_psplus.cluster.processes import LocalCluster
+import sys
+command = [sys.executable, "-c", {LEAVES!r}, "stay"]
+LocalCluster(command, workers=1, log_dir={str(tmp_path)!r}).start()
+import time
+time.sleep(1000)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", WITHOUT_TENSORFLOW + launches])
+    child = child_of(tmp_path / "worker-0.log")
+    launcher.kill()
+    launcher.wait()
+    wait_for_end(child)
+
+
+def test_what_tasks_have_started_does_not_hold_a_launcher_that_ends_them(tmp_path):
+    command = [sys.executable, "-c", LEAVES]
+    with LocalCluster([*command, "stay"], workers=1, log_dir=tmp_path, kill_grace=2) as cluster:
+        child = child_of(cluster.log_path("worker-0"))
+        cluster.stop()
+        wait_for_end(child)
+    with LocalCluster(command, workers=1, log_dir=tmp_path / "well") as cluster:
+        child = child_of(cluster.log_path("worker-0"))
+        assert cluster.wait(60).exit_code == 0
+    # After a good end it may go on.
+    os.kill(child, signal.SIGKILL)
+
+
 def test_every_task_has_its_tf_config_and_its_output_is_prefixed(run, capsys):
     body = "print(name, len(sys.argv)); print('oops', file=sys.stderr)"
     result = run(body, workers=1, ps=1, chief=True, console=Console())

@@ -15,6 +15,7 @@ from typing import Any
 from keras_psplus.cluster.launcher.results import exit_code_of
 from keras_psplus.cluster.output.console import Console, OutputPump, warn
 from keras_psplus.cluster.output.log_file import LogFile
+from keras_psplus.cluster.process.left_processes import LeftProcesses
 from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 _WRAPPER = str(pathlib.Path(__file__).parents[1] / "process" / "exec_with_parent.py")
@@ -49,6 +50,7 @@ class TaskProcesses:
         self._pumps: list[OutputPump] = []
         # Of tasks that were started again.
         self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
+        self._left = LeftProcesses()
         self.log_starts: dict[str, int] = {}
         self.is_released = False
         self._lock = threading.Lock()
@@ -90,6 +92,7 @@ class TaskProcesses:
         with self._lock if name in self._processes else contextlib.nullcontext():
             if name in self._processes:
                 # Its id may be another process's from here on.
+                self._left.forget(self._processes[name].pid)
                 self._processes[name].wait()
                 self._replaced.append((self._processes[name], self._logs[name]))
             on_warning = warn if self._console is None else self._console.warn
@@ -97,8 +100,9 @@ class TaskProcesses:
             log = LogFile(self.log_path(name), bool(start), on_warning, heading)
             self._logs[name] = log
             self.log_starts.setdefault(name, log.size)
-            process = self._process(rank, dict(environ), has_input)
+            process = self._process(rank, {**environ, **self._left.environment}, has_input)
             self._processes[name] = process
+            self._left.add(process.pid)
         assert process.stdout is not None
         pump = OutputPump(name, process.stdout, log, self._console)
         self._pumps.append(pump)
@@ -151,8 +155,13 @@ class TaskProcesses:
         """Kills all, and what those have started that have ended."""
         self.signal(self._processes, signal.SIGKILL)
 
-    def release(self) -> None:
-        """Reaps all, once they have ended."""
+    def release(self, may_leave: bool) -> None:
+        """Reaps all, once they have ended.
+
+        Args:
+            may_leave: Whether what they have started in sessions of its own may go on.
+        """
+        self._left.end(may_leave)
         with self._lock:
             self.is_released = True  # from here on, a process id may be another process's
         for process in self._processes.values():

@@ -45,6 +45,8 @@ class PeerDiscovery:
         }
         self._missing = dict(self._addresses)
         self._reasons = dict.fromkeys(self._missing, "not tried yet")
+        # Names of tasks that this one cannot talk to by TLS.
+        self._without_tls: set[str] = set()
         self._closed = dict.fromkeys(self._missing, 0)
         self._here: list[str] = []
         # Those that answered from their own `wait_for_cluster`.
@@ -148,8 +150,12 @@ class PeerDiscovery:
                 return
             theirs = None
         except OSError as error:
-            if name in self._missing:
+            # A task that has said why it ends is not merely gone.
+            is_known = isinstance(error, ConnectionRefusedError) and name in self._without_tls
+            if name in self._missing and not is_known:
                 self._reasons[name] = str(error)
+            if isinstance(error, handshake.TlsError):
+                self._without_tls.add(name)
             return
         if theirs is not None:
             problem = conflict(self._mine, theirs, expected=name)

@@ -20,6 +20,10 @@ ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server
 _REFUSED = "connection refused (not started yet, or it has failed)"
 
 
+class TlsError(OSError):
+    """One of two tasks speaks no TLS, or does not trust the other."""
+
+
 class StrangerError(OSError):
     """A process answers that does not know this job's secret."""
 
@@ -85,13 +89,13 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
         Whether it is a server that knows nothing of this library, such as TensorFlow's.
 
     Raises:
-        OSError: If one of the two speaks TLS and the other does not, or does not trust it.
+        TlsError: If one of the two speaks TLS and the other does not, or does not trust it.
     """
     if tls.is_spoken_at(address, ANSWER_TIMEOUT):
         if own is None:
-            raise OSError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
+            raise TlsError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
         reason = met.rpartition("last error: ")[2].partition("\n")[0][:200]
-        raise OSError(
+        raise TlsError(
             f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
             f"({reason})"
         )
@@ -103,7 +107,7 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
                 if plain.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
                     return True
             else:
-                raise OSError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
+                raise TlsError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
     return False
 
 

@@ -30,6 +30,7 @@ _ASK_SECONDS = 0.5
 # TensorFlow keeps some 20 kB, and more on the leader, for each request that runs out of time.
 _LISTEN = 3_600_000
 _FALLEN_OUT = "Workers have fallen out of step: "
+_LOST = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
 
 
 class Stop(NamedTuple):
@@ -294,6 +295,10 @@ class ControlPlane:
                 hang = TimeoutError(f"no answer from the coordination service at {self._names[0]}")
                 failure.raise_if_peer_gone(self.task, hang, self._silent())
                 continue
+            if isinstance(error, _LOST):
+                # The worker that has the service may be dead.
+                with failure.translate_errors(self.task):
+                    raise error
             if error is not None:
                 raise error
             return value
