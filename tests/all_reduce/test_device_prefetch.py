@@ -58,7 +58,7 @@ def trained(kind, ahead, steps=1):
     "layout, kind, steps",
     [
         ("devices2", "dataset", 1),
-        *extended(("hosts", "dataset", 1), ("hosts", "arrays", 1), ("hosts", "arrays", 2)),
+        *extended(("hosts", "arrays", 2)),
     ],
 )
 def test_batches_are_the_same_on_their_devices_as_in_the_step(layout, kind, steps):

@@ -34,8 +34,12 @@ def attack(address, folder, dim=3):
         for key in ([0, 0], [1, -1], [2**63 - 1, 5]):
             own = [tf.constant(key, tf.int64), *arguments.get(what, [])]
             reason = "does not know this job" if what in arguments else None
-            with pytest.raises(tf.errors.InvalidArgumentError, match=reason):
-                _call(client, name, own)
+            answer = _refusal(client, name, own)
+            if "Expects arg" in answer:
+                # Dynamic tables have keys of 64 bits.
+                wide = [tf.cast(one, tf.int64) if one.dtype == tf.int32 else one for one in own]
+                answer = _refusal(client, name, wide)
+            assert reason is None or reason in answer, answer
         with pytest.raises(tf.errors.InvalidArgumentError):
             _call(client, name, arguments.get(what, []))
     for what in ("check_directory", "begin_save", "who", "shutdown", "table"):
@@ -51,6 +55,12 @@ def attack(address, folder, dim=3):
             assert "error" in answer or "unknown" in answer, answer
             assert "body" not in answer
     return len(names)
+
+
+def _refusal(client, name, arguments):
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        _call(client, name, arguments)
+    return str(error.value)
 
 
 def _call(client, name, arguments):

@@ -141,7 +141,7 @@ def test_no_copy_is_older_than_it_may_be_and_takes_half_of_the_bytes():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", extended("exact_clipped", "stale_with_slots"))
+@pytest.mark.parametrize("case", extended("stale_with_slots"))
 def test_equals_one_process(case):
     trained_beside_one_process(case)
 

@@ -51,8 +51,7 @@ def resumed(name, folder):
     "case, name",
     [
         (trained, "counted"),
-        *extended((trained, "plain"), (trained, "keras_rs")),
-        *extended((resumed, "counted"), (resumed, "filtered")),
+        *extended((trained, "keras_rs"), (resumed, "filtered")),
     ],
 )
 def test_equals_one_process(case, name, tmp_path):

@@ -185,7 +185,7 @@ def keras_rs():
     return trained(model, optimizers.SGD(0.5))
 
 
-MORE = extended(again, steps_at_once, of_rows, own_step)
+MORE = extended(steps_at_once, of_rows, own_step)
 TOLERANCE = 2e-3  # Of float16.
 
 
