@@ -33,11 +33,35 @@ def trained(strategy, name):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", extended("plain", "filtered", "keras_rs"))
+@pytest.mark.parametrize("name", extended("filtered", "keras_rs"))
 def test_synchronous_training_equals_one_process(name):
     found = run("sync22", trained, name=name).first
     assert len(found["table_keys"])
     assert_close(found, run("hybrid1", trained, name=name).first, 5e-5)
+
+
+class LooksTwice(keras.Model):
+    """Looks rows up again once their gradients are applied."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return logs | {"later": tf.reduce_mean(self(data[0]))}
+
+
+def looked_up_later(strategy):
+    with options(strategy), strategy.scope():
+        ids = keras.Input((2,), dtype="int64")
+        rows = keras.layers.Flatten()(psp.layers.DynamicEmbedding(4, name="ids")(ids))
+        model = LooksTwice(ids, keras.layers.Dense(1, trainable=False)(rows))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="ids/table, read after sgd.apply"):
+        model.fit(np.ones((8, 2), "int64"), np.ones((8, 1)), batch_size=4, verbose=0)
+    return {}
+
+
+@pytest.mark.processes
+def test_rows_that_are_read_after_they_are_updated_are_refused():
+    run("sync22", looked_up_later, may_show_errors=True)
 
 
 class BreakOff(keras.callbacks.Callback):

@@ -181,10 +181,13 @@ class WorkerReplicaStep(ReplicaStep):
 
     def _check_calls(self) -> None:
         """Raises ValueError if a function, traced before, reads what is updated only later."""
+        updated = [(one, parts_of(one[1]._value)) for one in self._updated.values()]
+        # Servers' rows of dynamic tables have no handle.
         handles = {
             id(part.handle): one
-            for one in self._updated.values()
-            for part in parts_of(one[1]._value)
+            for one, parts in updated
+            for part in parts
+            if hasattr(part, "handle")
         }
         captured = {id(own): handles.get(id(outer)) for outer, own in self._graph.captures}
         for op in self._graph.get_operations()[self.first_hand_over :] if handles else ():

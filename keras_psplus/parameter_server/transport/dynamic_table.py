@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.tracing.worker_function import current_trace
+from keras_psplus.parameter_server.transport.pulls import as_read
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside
@@ -173,7 +174,8 @@ class PlacedTable(LocalTable):
         rows = [shard.lookup(part, trains) for shard, part in zip(self.shards, parts)]
         sent = tf.size(keys, _LONG) * (keys.dtype.size + 4 * self.spec["dim"])
         traffic.count(key, sent, sent)
-        return tf.ensure_shape(tf.dynamic_stitch(places, rows), [None, self.spec["dim"]])
+        rows = tf.ensure_shape(tf.dynamic_stitch(places, rows), [None, self.spec["dim"]])
+        return as_read(self, rows)
 
     def split(self, gradient: Any) -> list[tf.IndexedSlices]:
         """Splits a gradient by server."""
