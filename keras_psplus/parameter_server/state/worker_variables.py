@@ -76,15 +76,18 @@ class WorkerVariables:
         forms = {name: (variable.shape, variable.dtype) for name, variable in self._made.items()}
         self._states.register(forms, self.is_saved)
 
+        are_there = [tf.raw_ops.VarIsInitializedOp(resource=variable.handle) for variable in made]
+        # Not 0 for the graph, which would take that for the size of what is read: `no_rows_of`.
+        none = tf.minimum(tf.cast(tf.reduce_all(tf.stack(are_there)), tf.int32), 0)
+
         def make() -> tf.Tensor:
             for variable in made if initialize is None else ():
-                sizes = [size or 0 for size in variable.shape.as_list()]
+                sizes = [none if size is None else size for size in variable.shape.as_list()]
                 variable.assign(tf.zeros(sizes, variable.dtype))
             if initialize is not None:
                 initialize()
             return tf.constant(True)
 
-        are_there = [tf.raw_ops.VarIsInitializedOp(resource=variable.handle) for variable in made]
         tf.cond(tf.reduce_all(tf.stack(are_there)), lambda: tf.constant(True), make)
 
 
