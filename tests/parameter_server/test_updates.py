@@ -189,7 +189,9 @@ def resumed(strategy, name, folder):
     policy, compression, build = RESUMED[name]
 
     def train(*callbacks):
-        # What is resumed is found by an optimizer's name, that of no other one that lives.
+        # What is resumed is found by an optimizer's name, that of no other one that lives, which
+        # in another process is the same.
+        keras.utils.clear_session()
         gc.collect()
         keras.utils.set_random_seed(1)
         with training(strategy, policy, compression):
