@@ -215,6 +215,7 @@ def noise(scope):
     return weights
 
 
+@pytest.mark.extended
 def test_noise_is_reproducible_and_moving_averages_are_finite():
     found = run("ar2", noise).first
     for key, value in found.items():

@@ -113,7 +113,9 @@ def shuffled_py_dataset():
     return watch(Numbered(), shuffle=True)
 
 
-@pytest.mark.parametrize("case", [shuffled_arrays, unseeded_dataset, shuffled_py_dataset])
+@pytest.mark.parametrize(
+    "case", [shuffled_arrays, unseeded_dataset, *extended(shuffled_py_dataset)]
+)
 def test_each_row_is_seen_once_an_epoch_in_an_order_of_its_own(case):
     results = run("ar2", case, same=False)
     first, second = epochs(results)
@@ -184,7 +186,9 @@ def arrays_of_unequal_length():
     return watch(*numbered(rows, 1000 * worker()), batch_size=10, shuffle=False)
 
 
-@pytest.mark.parametrize("case", [own_shares_of_unequal_length, arrays_of_unequal_length])
+@pytest.mark.parametrize(
+    "case", [own_shares_of_unequal_length, *extended(arrays_of_unequal_length)]
+)
 def test_workers_with_less_data_wait_for_the_others(case):
     results = run("ar2", case, same=False)
     for seen in epochs(results):
@@ -227,7 +231,7 @@ def dataset_of_changing_length(steps_per_execution):
     return watch(changing_lengths(enumerate((23, 103, 7))), epochs=3, compile_options=options)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, *extended(3)])
+@pytest.mark.parametrize("steps_per_execution", extended(1, 3))
 def test_a_dataset_may_have_another_length_in_each_epoch(steps_per_execution):
     steps = {"steps_per_execution": steps_per_execution}
     found = epochs(run("ar2", dataset_of_changing_length, same=False, **steps))
@@ -296,6 +300,7 @@ def a_share_of_one_process():
     return watch(data, epochs=1)
 
 
+@pytest.mark.extended
 def test_the_share_of_a_process_of_two_devices_is_all_of_the_data():
     seen = run("devices2", a_share_of_one_process).first["epoch0"]
     np.testing.assert_array_equal(np.sort(seen), np.arange(16))
@@ -359,6 +364,7 @@ def a_job_for_each_worker(address):
     return watch(with_policy(of_service(address, None), POLICY.OFF), epochs=1)
 
 
+@pytest.mark.extended
 def test_jobs_of_each_worker_are_its_own_share(service):
     (ids,) = epochs(run("ar2", a_job_for_each_worker, same=False, address=service))
     for seen in ids:

@@ -70,7 +70,7 @@ def by_the_chief_alone(scope):
     return {"norm": norm, "loss": loss, "function": tf.reduce_sum(tf.function(one)(x))}
 
 
-@pytest.mark.parametrize("layout", ["all2", "tp2", *extended("ar2", "opt2")])
+@pytest.mark.parametrize("layout", ["tp2", *extended("all2", "ar2", "opt2")])
 def test_gradients_of_inputs_and_weights(layout):
     equals_one_process(layout, of_inputs_and_weights)
 

@@ -74,7 +74,7 @@ def test_a_variable_of_the_optimizer_that_is_no_slot(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["all2", "tp2", "stages2", *extended("hybrid22", "sync_threads")]
+    "layout", ["stages2", *extended("all2", "tp2", "hybrid22", "sync_threads")]
 )
 def test_names_that_weight_decay_leaves_out(layout):
     equals_one_process(layout, decayed, names=["first", "^sequential/table/embeddings:0$"])

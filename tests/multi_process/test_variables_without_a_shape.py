@@ -46,7 +46,7 @@ def refused():
     return {"message": str(error.value)}
 
 
-@pytest.mark.parametrize("layout", ["tp2", "sync_threads", *extended("all2", "hybrid22")])
+@pytest.mark.parametrize("layout", ["sync_threads", *extended("tp2", "all2", "hybrid22")])
 def test_learned_numbers_equal_one_process(layout):
     equals_one_process(layout, scaled)
 
