@@ -3,8 +3,9 @@
 sizes_job.py STRATEGY FOLDER [whole] [kill=EPOCH:BATCH]
 
 With `whole`, one call of `fit` is left alone first. The next one resumes from the folder's backup,
-if there is one. With `kill`, a task kills itself by SIGKILL after a batch; otherwise the chief
-prints weights, its optimizer's variables and logs as a line of JSON.
+if there is one. With `kill`, a task kills itself by SIGKILL after a batch, and the chief of a
+pipeline kills a worker; otherwise the chief prints weights, its optimizer's variables and logs as a
+line of JSON.
 """
 
 import json
@@ -54,8 +55,8 @@ STRATEGIES = {
 }
 
 
-def kill_this_process():
-    os.kill(os.getpid(), signal.SIGKILL)
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
 
 
 def make(dropout, optimizer):
@@ -78,6 +79,8 @@ def make(dropout, optimizer):
 
 def main():
     name, folder, options = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    (folder / f"{task['type']}-{task['index']}.pid").write_text(str(os.getpid()))
     strategy = STRATEGIES[name]()
     random = np.random.default_rng(0)
     x = random.integers(0, IDS, (ROWS, 4)).astype("int32")
@@ -113,10 +116,11 @@ def main():
     if "whole" in options:
         train("whole", "whole")
     kills = [option.removeprefix("kill=") for option in options if option.startswith("kill=")]
-    is_killed = strategy.task.name in ("chief-0", "worker-1")
-    callbacks = [
-        AtBatch(*map(int, kill.split(":")), kill_this_process) for kill in kills if is_killed
-    ]
+    callbacks = []
+    if strategy.task.name in ("chief-0", "worker-1"):
+        victim = "worker-1" if name == "pipeline" else strategy.task.name
+        pid = int((folder / f"{victim}.pid").read_text())
+        callbacks = [AtBatch(*map(int, at.split(":")), lambda: kill(pid)) for at in kills]
     train("resumed", "backup", *callbacks)
 
 

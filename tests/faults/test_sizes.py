@@ -6,6 +6,7 @@ of `shard=` and `ModelParallelStrategy` in tests/sharding and tests/tensor_paral
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("sizes_job.py")
 # By strategy, tasks of the clusters that follow on each other.
 CLUSTERS = {
-    "all_reduce": [{"workers": workers} for workers in (2, 3, 1)],
+    "all_reduce": [{"workers": workers} for workers in (2, 3)],
+    "all_reduce_of_one": [{"workers": workers} for workers in (2, 3, 1)],
     "mirrored": [{"workers": 2, "ps": 1}, {"workers": 2, "ps": 1}],
     "hybrid": [{"workers": 2, "ps": 2}, {"workers": 1, "ps": 3}],
     "placement": [{"workers": 2, "ps": servers} for servers in (2, 1, 2)],
@@ -29,20 +31,32 @@ CLUSTERS = {
 # batch of the job there is a backup.
 KILLS = [("1:5", "after batch 5 of epoch 2"), ("2:5", "after batch 4 of epoch 3")]
 
+# Of a pipeline, a stage is killed, which the chief names.
+LOST_STAGE = re.compile(
+    r"worker-1 \(127\.0\.0\.1:\d+\), which has stage 1 \(layers: .*\), stopped answering.*"
+    "Received: "
+)
+
 
 def run(name, folder, tasks, *options):
     """The log of the task that speaks for all, and what it has printed."""
-    is_killed = any(option.startswith("kill") for option in options)
+    is_killed, kind = any(option.startswith("kill") for option in options), name.split("_of_")[0]
     result = run_in_processes(
-        *(JOB, name, folder, *options), **tasks, expect_failure=is_killed, failure_grace=20
+        *(JOB, kind, folder, *options), **tasks, expect_failure=is_killed, failure_grace=20
     )
     log = result.logs["chief-0" if tasks.get("chief") else "worker-0"]
+    if is_killed and name == "pipeline":
+        assert result.exit_codes["chief-0"] == 1, log
+        assert LOST_STAGE.search(log), log
     return log, dict(json.loads(line) for line in log.splitlines() if line.startswith('["'))
 
 
 @pytest.mark.parametrize(
     "name",
-    ["all_reduce", "sync", "pipeline", *extended("hybrid", "mirrored", "placement", "async")],
+    [
+        *("all_reduce", "sync", "pipeline"),
+        *extended("all_reduce_of_one", "hybrid", "mirrored", "placement", "async"),
+    ],
 )
 def test_a_job_that_is_killed_resumes_in_another_cluster(name, tmp_path):
     first, *others = CLUSTERS[name]

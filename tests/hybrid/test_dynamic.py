@@ -18,6 +18,12 @@ from tests.support.tiers import extended
 
 
 def trained(name, folder):
+    """Trains a case."""
+    model, table, results = cases.train_and_evaluate(name)
+    return results | cases.contents(model, table)
+
+
+def read_again(name, folder):
     """Trains a case, whose files are read again: those of the model, and those of servers."""
     model, table, results = cases.train_and_evaluate(name)
     results |= cases.contents(model, table)
@@ -51,7 +57,7 @@ def resumed(name, folder):
     "case, name",
     [
         (trained, "counted"),
-        *extended((trained, "keras_rs"), (resumed, "filtered")),
+        *extended((read_again, "counted"), (read_again, "keras_rs"), (resumed, "filtered")),
     ],
 )
 def test_equals_one_process(case, name, tmp_path):

@@ -249,14 +249,14 @@ def test_asynchronous_updates_count_once():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", [own_step, accumulated])
+@pytest.mark.parametrize("case", [own_step, accumulated, again])
 def test_beside_an_optimizer_s_state_in_shares(case):
     equals_one_process("hybrid21_shards", case)
 
 
 def test_each_worker_keeps_a_part_of_what_is_no_table():
-    log = equals_one_process("hybrid21_shards", again).logs["worker-0"]
+    log = equals_one_process("hybrid21_shards", optimizer, name="adam_w").logs["worker-0"]
     # Two kernels and two biases.
-    start = log.partition("'nadam' in shares: the slots of 4 variables are cut")[2]
+    start = log.partition("'adam_w' in shares: the slots of 4 variables are cut")[2]
     parts = dict(re.findall(r"\n(?:.*\] )?(worker-\d) +[\d.]+ +(\d+)%", start)[:2])
     assert parts == {"worker-0": "50", "worker-1": "50"}

@@ -46,6 +46,7 @@ def check_places(log, expected):
     assert " is on /job:chief" not in log
 
 
+@pytest.mark.extended
 def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
     folder, log = uninterrupted
     check_places(log, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
@@ -100,6 +101,8 @@ def check_that_a_lost_stage_is_named(fault, folder, *arguments):
     ), log
 
 
+# `tests/faults/test_sizes.py` kills a stage as well, and resumes with fewer.
+@pytest.mark.extended
 def test_a_killed_stage_ends_the_job_and_the_backup_resumes_it(uninterrupted, tmp_path):
     check_that_a_lost_stage_is_named(signal.SIGKILL, tmp_path, *ARGUMENTS, *PIPEDREAM)
     again = train(tmp_path, *ARGUMENTS, *PIPEDREAM)
