@@ -37,23 +37,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 hypothesis.settings.register_profile("without a deadline", deadline=None)
 hypothesis.settings.load_profile("without a deadline")
 
-# Folders and files whose scripts are started by `warm.py`. The others start them as a user does.
-WARM = (
-    *("multi_process", "parameter_server", "hybrid", "all_reduce", "callbacks", "faults"),
-    *("pipeline", "sharding", "smoke", "engine", "cli", "evaluator", "examples", "fidelity"),
-    *("serving", "tensor_parallel", "keras_hooks", "files"),
-    *(
-        "core/test_slow_task.py",
-        "gpu/test_steps.py",
-        "cluster/test_channel.py",
-        "cluster/test_in_process.py",
-        "cluster/test_early_init.py",
-        "cluster/test_serve.py",
-        "cluster/test_rendezvous.py",
-        "tests/test_log.py",
-    ),
+# Folders and files whose scripts new interpreters run, as they are about how these start, or start
+# scripts that need no TensorFlow. Those of the others are started by `warm.py`.
+COLD = (
+    *("benchmarks", "chaos", "native", "versions", "wheels"),
+    *(f"cluster/test_{name}.py" for name in ("launchers", "memory", "preflight", "processes")),
+    *(f"cluster/test_{name}.py" for name in ("slurm", "testing", "warm")),
+    *("core/test_preemption.py", "docs/test_tutorial.py", "tests/test_warm.py"),
 )
-
 
 _FAILED_SETUPS = collections.Counter()
 
@@ -72,7 +63,7 @@ def warm_start(request):
 
     with pytest.MonkeyPatch.context() as patch:
         folder = request.path.parent.name
-        if not {folder, f"{folder}/{request.path.name}"}.isdisjoint(WARM):
+        if {folder, f"{folder}/{request.path.name}"}.isdisjoint(COLD):
             patch.setattr(subprocess, "Popen", warm.Popen)
         yield
 

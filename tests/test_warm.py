@@ -151,6 +151,7 @@ import os, sys
 from keras_psplus.cluster.launcher import task_processes
 from tests import warm
 from tests.endings import wait_for_end
+warm._PROCESSES = 1
 process = warm.Popen([sys.executable, "-I", "-S", task_processes._WRAPPER, str(os.getpid()),
                       sys.executable, {str(script)!r}])
 print(process.pid, flush=True)

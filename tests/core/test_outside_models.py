@@ -11,6 +11,7 @@ import pytest
 import keras_psplus
 from keras_psplus import log
 from keras_psplus.core.models import live_strategies
+from tests.support.tiers import extended
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
 METHODS = {
@@ -106,7 +107,7 @@ def test_predictions_are_right_and_said_once(live, monkeypatch):
     assert "predict: the model 'once_said' was built outside the strategy's scope" in line
 
 
-@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.parametrize("suffix", [".keras", *extended(".h5")])
 def test_a_file_can_be_loaded_for_inference(suffix, live, tmp_path):
     model = compiled()
     model.save(tmp_path / f"model{suffix}")

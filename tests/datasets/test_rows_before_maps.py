@@ -71,7 +71,7 @@ CHOOSING = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 # TensorFlow fuses a shuffle with a repeat that follows at once.
 @example(2, 1, False, batches.World(0, 1, 2), False, "", "repeat", "repeat", False)
 @given(
@@ -103,7 +103,7 @@ def test_batches_are_those_of_whole_ones(
     assert_same(make, world, pads, most=12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3), st.booleans())
 def test_own_rows_hold_those_of_each_replica(size, workers, local, is_even):
     for world in worlds(workers, local):

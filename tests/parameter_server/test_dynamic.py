@@ -33,7 +33,7 @@ def trained(strategy, name):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", extended("filtered", "keras_rs"))
+@pytest.mark.parametrize("name", ["counted", *extended("filtered", "keras_rs")])
 def test_synchronous_training_equals_one_process(name):
     found = run("sync22", trained, name=name).first
     assert len(found["table_keys"])
@@ -102,6 +102,7 @@ def broken_off(strategy, folder):
         return found
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_synchronous_training_that_was_broken_off_equals_one_process(tmp_path):
     found = run("sync22", broken_off, folder=tmp_path).first

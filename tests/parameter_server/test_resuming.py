@@ -1,4 +1,7 @@
-"""Training that is broken off goes on in another cluster, at the very step."""
+"""Training that is broken off goes on in another cluster, at the very step.
+
+`tests/faults/test_sizes.py` kills synchronous training, which goes on with other servers.
+"""
 
 import contextlib
 import pathlib
@@ -84,6 +87,7 @@ def train(
     return model, {"iterations": model.optimizer.iterations.numpy(), **history.history}
 
 
+@pytest.mark.extended
 def test_synchronous_training_goes_on_with_fewer_workers_and_other_shards(tmp_path):
     run("sync22", train, folder=tmp_path / "backup", interrupt=4, is_sharded=True)
     args = {"mode": "sync", "is_sharded": False}
@@ -101,6 +105,7 @@ def test_asynchronous_training_goes_on_with_fewer_workers(tmp_path):
     assert_close(resumed.first, run("async_threads", train, **args).first, 1e-6)
 
 
+@pytest.mark.extended
 def test_each_worker_goes_on_with_its_residuals(tmp_path):
     folder = tmp_path / "backup"
     run("sync22", train, folder=folder, interrupt=4, is_compressed=True)

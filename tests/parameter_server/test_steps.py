@@ -427,7 +427,7 @@ def compiled(strategy, mode, rate, jit_compile):
 
 
 # Of asynchronous steps, a rate of 0 leaves what does not depend on their order.
-@pytest.mark.parametrize(("mode", "rate"), [("sync", 0.1), *extended(("async", 0.0))])
+@pytest.mark.parametrize(("mode", "rate"), extended(("sync", 0.1), ("async", 0.0)))
 def test_parts_of_steps_that_are_compiled_come_to_the_same(mode, rate):
     found, expected = (
         run("sync_threads", compiled, mode=mode, rate=rate, jit_compile=jit).first

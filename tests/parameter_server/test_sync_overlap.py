@@ -270,10 +270,12 @@ def a_function_that_writes_ends_it(strategy):
         almost_all_steps_overlap_and_bytes_are_those_of_one_read_a_step,
         callbacks_may_write,
         steps_are_counted_with_the_present_one,
-        steps_that_overlap_and_others_take_turns,
-        rows_of_embeddings,
         an_error_changes_no_weight,
-        models_of_the_same_weights,
+        *extended(
+            steps_that_overlap_and_others_take_turns,
+            rows_of_embeddings,
+            models_of_the_same_weights,
+        ),
     ],
     ids=lambda case: case.__name__,
 )
@@ -302,10 +304,10 @@ def fit_case(strategy, name):
 # What an update may need beside its own variable's gradient, and all kinds of variables.
 @pytest.mark.parametrize(
     "name",
-    [
+    extended(
         *("global_clipnorm", "adamw_with_schedule_and_average", "embeddings_of_several_widths"),
-        *extended("mixed_precision_skips_overflow", "much_at_once"),
-    ],
+        *("mixed_precision_skips_overflow", "much_at_once"),
+    ),
 )
 def test_options_of_optimizers_and_layers_equal_one_process(name):
     expected = reference(fit_cases.CASES[name])

@@ -53,7 +53,7 @@ def accumulated(strategy, name):
 
 # Under parameter servers nothing runs eagerly; "optimizers" is "flush" without the flush.
 @pytest.mark.parametrize(
-    "name", ["flush", "embedding", *extended("places", "own_step", "loss_scale")]
+    "name", ["flush", *extended("embedding", "places", "own_step", "loss_scale")]
 )
 def test_accumulating_equals_one_process_on_larger_batches(name):
     expected = reference(updates_cases.on_larger_batches, name=name)
@@ -101,7 +101,7 @@ def looked_at(strategy):
 
 @pytest.mark.parametrize(
     "case",
-    [accumulated_by_keras, rows_accumulated_by_keras, looked_at],
+    [accumulated_by_keras, looked_at, *extended(rows_accumulated_by_keras)],
     ids=lambda case: case.__name__,
 )
 def test_equals_one_process(case):

@@ -38,6 +38,7 @@ def in_pipelines(strategy, make=wide, **options):
     return train(strategy, make, evaluates=False, **options)
 
 
+@pytest.mark.extended
 def test_three_pipelines_equal_plain_keras(pipeline):
     def make():
         return wide(keras.optimizers.RMSprop())
@@ -178,7 +179,7 @@ def exact():
 
 
 # Of each family one; "sign" and "int8" are sent elsewhere.
-@pytest.mark.parametrize("name", ["powersgd:2", *extended("bf16", "topk:0.2")])
+@pytest.mark.parametrize("name", extended("powersgd:2", "bf16", "topk:0.2"))
 def test_compressors_lose_little(name, pipeline, exact):
     strategy = pipeline(pipelines=2, microbatches=2, compression=name)
     model, history, _ = in_pipelines(strategy, epochs=4)

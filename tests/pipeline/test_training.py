@@ -26,17 +26,17 @@ WAYS = [
     ("mean_with_sample_weight", EVALUATED),
     ("attention", RECOMPUTED),
     ("tied", TWO, GPIPE, EVALUATED),
+    ("own_step", TWO),
+    ("loss_of_rows",),
+]
+MORE_WAYS = [
     ("masks",),
     ("losses_of_layers", RECOMPUTED, GPIPE),
     ("same_twice", COMPILED, GPIPE),
-    ("own_step", TWO),
     ("frozen", TWO, RECOMPUTED),
     ("two_outputs", EVALUATED),
     ("other_numbers_of_rows",),
-    ("loss_of_rows",),
     ("ignored_class",),
-]
-MORE_WAYS = [
     ("masks", COMPILED),
     ("skips", RECOMPUTED, TWO),
     ("shared", RECOMPUTED),
@@ -284,6 +284,7 @@ class Adversarial(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.extended
 def test_two_models_and_optimizers_that_work_against_each_other(pipeline):
     def history(strategy):
         keras.utils.set_random_seed(3)

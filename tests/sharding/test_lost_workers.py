@@ -20,8 +20,8 @@ JOB = pathlib.Path(__file__).with_name("lost_job.py")
 @pytest.mark.parametrize(
     "before, workers, after",
     [
-        ("optimizer", 3, "optimizer"),
         ("all", 3, "all"),
+        *extended(("optimizer", 3, "optimizer")),
         # Fewer rows, or weights that are not cut.
         ("2x2", 4, "1x2"),
         *extended(("2x2", 4, "2x1")),

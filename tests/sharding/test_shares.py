@@ -10,10 +10,10 @@ from tests.support.tiers import extended
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-TRAINED = ["momentum_clipnorm", "adamw", "schedule_free", "muon", "counting"]
-TRAINED += ["embedding/adamw", "embedding/sgd"]
+TRAINED = ["adamw", "muon", "counting"]
 # Keras's others are in tests/matrix.
-MORE = ["normalized", "embedding/adagrad"]
+MORE = ["momentum_clipnorm", "schedule_free", "normalized"]
+MORE += [f"embedding/{one}" for one in ("sgd", "adamw", "adagrad")]
 SAID = {
     "adamw": "in shares: the slots of 6 variables are cut into equal parts",
     "muon": "lie whole on one worker each (its update is not known to be element-wise)",
@@ -27,6 +27,7 @@ def test_two_workers_equal_one_process(name):
     assert SAID.get(name, "") in found.logs["worker-0"]
 
 
+@pytest.mark.extended
 def test_two_optimizers_of_a_step():
     equals_one_process("opt2", cases.two_optimizers)
 
@@ -46,7 +47,7 @@ def test_rows_without_slots_are_sent_as_under_all_reduce():
     assert 0 < found["wire"] < 4 * 1000 * 4 / 2 / 2
 
 
-@pytest.mark.parametrize("name", ["muon", *extended("loss_scale")])
+@pytest.mark.parametrize("name", extended("muon", "loss_scale"))
 def test_accumulated_updates_equal_those_of_one_process(name):
     equals_one_process("opt2", cases.accumulated, name=name)
 
@@ -84,6 +85,7 @@ def test_groups_of_two_of_four_workers_equal_one_process():
     assert sent <= found["wire"] <= 1.1 * sent
 
 
+@pytest.mark.extended
 def test_gradients_between_groups_are_compressed():
     # Floats inside; halves of halves between groups, twice; bf16 of new values inside.
     check_compressed(
@@ -92,6 +94,7 @@ def test_gradients_between_groups_are_compressed():
     )
 
 
+@pytest.mark.extended
 def test_parts_along_a_topology_equal_one_process():
     found = check_groups("opt4_topology", "muon", 4)
     # Of as many bytes as those of an all-reduce, a third goes between groups.

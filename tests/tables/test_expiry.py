@@ -1,5 +1,7 @@
 """Expiry on streams of keys, against a plain model of the docstrings' contract."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -44,15 +46,21 @@ class Model:
     def _order(self, key):
         frequency, last = self.found[key]
         by = (frequency, last) if self.policy == "lfu" else (last,)
-        return last == self.now, *by, np.int64(mixed(tf.constant(key, tf.int64)).numpy())
+        return last == self.now, *by, hashed(key)
 
     def living(self):
         idle = np.inf if self.idle is None else self.idle
         return {key: of for key, of in self.found.items() if self.now - of[1] < idle}
 
 
+@functools.cache
+def hashed(key):
+    return np.int64(mixed(tf.constant(key, tf.int64)).numpy())
+
+
+@functools.cache
 def owner(key, servers):
-    return int(blocks_of(mixed(tf.constant([key], tf.int64)))[0]) % servers
+    return int(blocks_of(tf.constant([hashed(key)]))[0]) % servers
 
 
 def trained(servers, keys):
@@ -74,15 +82,15 @@ EXPIRES = {
 @pytest.mark.parametrize(
     ("expire", "count", "servers"),
     [
-        *(("lru", None, 1), ("lfu", 2, 2), ("unused", 2, 1), ("both", None, 2)),
-        *extended(("lru", 2, 2), ("lfu", None, 1), ("unused", None, 2), ("both", 2, 1)),
+        *(("lru", None, 1), ("lfu", 2, 2), ("both", None, 2)),
+        *extended(("unused", 2, 1), ("lru", 2, 2), ("lfu", None, 1), ("both", 2, 1)),
     ],
 )
 def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
     known, policy = EXPIRES[expire]
     table = Servers(None if count is None else tables.Count(count), policy, servers)
     model, random = Model(servers, count=count, **known), np.random.default_rng(count)
-    for step in range(60):
+    for step in range(40):
         # Streams that bring new ids, that stand still, and that have few or more than there is
         # room for.
         first = (7 * step if step % 20 < 10 else 0) + random.integers(9)
@@ -92,8 +100,9 @@ def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
         assert table.contents() == model.living(), step
 
 
-@pytest.mark.parametrize("expire", ["unused", "lru"])
-@pytest.mark.parametrize("admit", [None, tables.Count(2)])
+@pytest.mark.parametrize(
+    ("expire", "admit"), [("lru", None), *extended(("unused", None)), ("unused", tables.Count(2))]
+)
 def test_rows_that_expired_are_used_again(expire, admit):
     table = Servers(admit, EXPIRES[expire][1])
     for step in range(40):

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, run
 from tests.support.jobs import run_in_processes
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +41,7 @@ class Around(keras.layers.Layer):
         return keras.ops.map(lambda row: self.dense(row[None])[0], x)
 
 
-KINDS = ["vectorized_map", "map_fn", "cond", "while_loop", "map"]
+KINDS = ["cond", "while_loop", *extended("vectorized_map", "map_fn", "map")]
 
 
 def data():
