@@ -280,8 +280,10 @@ BEHIND = {
 }
 
 
-@pytest.mark.parametrize("reason", [*ALWAYS, *UNTRUSTED])
-@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize(
+    "reason, is_trusted",
+    [*((reason, True) for reason in ALWAYS), *((*UNTRUSTED, flag) for flag in (False, True))],
+)
 def test_what_must_see_all_rows_sees_them(reason, is_trusted):
     stage = {**ALWAYS, **UNTRUSTED}[reason]
     below = take_apart(stage(rows(20).map(doubled)).batch(4), is_trusted)

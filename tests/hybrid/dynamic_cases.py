@@ -80,7 +80,7 @@ class InBranch(keras.layers.Layer):
         return tf.ensure_shape(found, [None, 5, DIM])
 
 
-def train(case, x, y, epochs=2, **others):
+def train(case, x, y, epochs=2, predicts=True, **others):
     """What a case comes to."""
     options, optimizer, is_text = CASES[case]
     keras.utils.set_random_seed(1)
@@ -91,8 +91,16 @@ def train(case, x, y, epochs=2, **others):
     model = compiled(keras.Model(ids, head(flat(embedded))), optimizer())
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     results = dict(model.fit(dataset, epochs=epochs, verbose=0, **others).history)
-    results["predicted"] = model.predict(dataset.unbatch().take(21).batch(8), verbose=0)
+    if predicts:
+        results["predicted"] = model.predict(dataset.unbatch().take(21).batch(8), verbose=0)
     return model, table, results
+
+
+def train_briefly(name):
+    """What the training alone of a case comes to."""
+    x, y = data()
+    model, table, results = train(name, as_ids(name, x), y, predicts=False)
+    return results | contents(model, table)
 
 
 def train_more(model, case, x, y):

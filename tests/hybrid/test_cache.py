@@ -252,6 +252,7 @@ def test_a_cache_of_a_table_on_the_workers_is_refused():
         placer.decide("mine/embeddings", 10, 4)
 
 
+@pytest.mark.extended
 def test_in_one_process_a_cache_changes_nothing():
     def trained(**options):
         keras.utils.set_random_seed(1)

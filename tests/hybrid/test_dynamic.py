@@ -17,12 +17,6 @@ from tests.support.cluster import equals_one_process
 from tests.support.tiers import extended
 
 
-def trained(name, folder):
-    """Trains a case."""
-    model, table, results = cases.train_and_evaluate(name)
-    return results | cases.contents(model, table)
-
-
 def read_again(name, folder):
     """Trains a case, whose files are read again: those of the model, and those of servers."""
     model, table, results = cases.train_and_evaluate(name)
@@ -53,14 +47,17 @@ def resumed(name, folder):
 
 
 @pytest.mark.processes
+def test_equals_one_process():
+    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name="counted")
+    assert len(found.first["table_keys"])
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "case, name",
-    [
-        (trained, "counted"),
-        *extended((read_again, "counted"), (read_again, "keras_rs"), (resumed, "filtered")),
-    ],
+    extended((read_again, "counted"), (read_again, "keras_rs"), (resumed, "filtered")),
 )
-def test_equals_one_process(case, name, tmp_path):
+def test_files_and_backups_equal_one_process(case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}
     found = equals_one_process("hybrid22", case, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])

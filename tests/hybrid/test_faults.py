@@ -57,11 +57,11 @@ def check_names_lost_server(result, name="ps-1"):
         assert re.search(rf"PeerLostError: .*{name} \(127.0.0.1:\d+\)", result.logs[worker])
 
 
-# The second is one of a train_step with optimizers and a count of its own.
+# The second has a train_step with optimizers and a count of its own, and reads rows ahead.
 @pytest.mark.parametrize("own", [0, *extended(1)])
 def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
-    args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1", "prefetch=1")
-    args += ("own=1",) * own
+    args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1")
+    args += ("own=1", "prefetch=1") * own
     backup = tmp_path / "backup"
     # A server dies in the second `fit`, when it has written a part of the fourth one.
     check_names_lost_server(run(tmp_path / "first", *args, "die=ps-1:4", exit_code=None))

@@ -210,7 +210,7 @@ def scalars(folder):
     return found
 
 
-@behaviour
+@extended
 def tensorboard(strategy, folder):
     model = linear(strategy)
     board = keras.callbacks.TensorBoard(folder, update_freq=1, histogram_freq=1)
@@ -259,7 +259,7 @@ class Calls(keras.callbacks.Callback):
         self.calls["predict"].append((batch, logs))
 
 
-@behaviour
+@extended
 def batch_logs(strategy, folder):
     for steps, ends in ((1, list(range(11))), (3, [2, 5, 8, 11])):
         model, seen = linear(strategy, steps_per_execution=steps), Calls()
@@ -365,7 +365,7 @@ def fit_after_a_callback_that_raised(strategy, folder):
     assert float(model.metrics[0].count) == 50
 
 
-@behaviour
+@extended
 def callbacks_that_evaluate_and_predict(strategy, folder):
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -12,7 +12,7 @@ import keras_psplus as psp
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from tests.hybrid import dynamic_cases as dynamic_job
 from tests.parameter_server.options import options
-from tests.support.cluster import run
+from tests.support.cluster import reference, run
 from tests.support.results import assert_close
 from tests.support.tiers import extended
 
@@ -32,11 +32,23 @@ def trained(strategy, name):
         return found | dynamic_job.contents(model, table)
 
 
+def briefly_trained(strategy, name):
+    with options(strategy), strategy.scope():
+        return dynamic_job.train_briefly(name)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["counted", *extended("filtered", "keras_rs")])
-def test_synchronous_training_equals_one_process(name):
-    found = run("sync22", trained, name=name).first
+def test_synchronous_training_equals_one_process():
+    found = run("sync22", briefly_trained, name="counted").first
     assert len(found["table_keys"])
+    expected = reference(dynamic_job.train_briefly, dynamic_job.ALONE, name="counted")
+    assert_close(found, expected, 5e-5)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", extended("filtered", "keras_rs"))
+def test_synchronous_evaluation_equals_one_process(name):
+    found = run("sync22", trained, name=name).first
     assert_close(found, run("hybrid1", trained, name=name).first, 5e-5)
 
 

@@ -16,6 +16,7 @@ from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.processes import LocalCluster
 from tests.parameter_server import kill_job
 from tests.support import jobs
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -139,8 +140,9 @@ def check_table(found):
     assert found["evaluated"] == len(ids)
 
 
-def test_asynchronous_steps(tmp_path):
-    with Job(tmp_path, "steps", "shares", "sums", "last") as job:
+@pytest.mark.parametrize("between", [(), *extended((("shares", "sums"),))])
+def test_asynchronous_steps(between, tmp_path):
+    with Job(tmp_path, "steps", *between, "last") as job:
         job.kill("worker-1", "steps", 11)
         job.start_again("worker-1")
         errors = job.start_chief({TOKEN_VARIABLE: ""})
@@ -155,32 +157,39 @@ def test_asynchronous_steps(tmp_path):
         # The call under way on a worker is sent again, and may have been applied already.
         assert STEPS <= found["steps"] <= STEPS + 4
         assert STEPS <= found["iterations"] <= STEPS + 4
-
-        job.kill("worker-0", "shares", 10)
-        job.go_on("shares", "back")
-        found = job.result("shares")
-        for power in range(3):
-            expected = sum(n**power for n in range(1, kill_job.NUMBERS + 1))
-            assert found[f"power_{power}"] == [expected] * 2, power
-        # What the compressor keeps began anew on the one that came back.
-        assert found["states"] == ["worker-1-of-2"]
-        assert "worker-0 cannot be reached: what it has left out of its gradients is" in job.log
-
-        job.start_again("worker-0")
-        job.go_on("sums", "begins", "back")
-        job.kill("worker-1", "sums", 20)
-        found = job.result("sums")
-        lost = re.search(r"worker-1 was lost with the gradients of (\d+) batch\(es\)", job.log)
-        assert lost and int(lost[1]) > 0, job.log[-4000:]
-        # Every batch is with one of them.
-        assert found["pending"] == {"0": STEPS - int(lost[1])}
-        assert (found["before"], found["iterations"], found["after"]) == ([0.0], 1, [-0.5])
+        if between:
+            lose_shares_and_sums(job)
+        else:
+            job.kill("worker-1", "last", 3)
 
         job.kill("worker-0", "last", 5, is_last=True)
         job.go_on("last", "back")
         job.wait_for("WorkersLostError: None of the workers")
         assert job.cluster.wait(60).exit_codes["chief-0"] == 1
         assert "Received: heartbeat_timeout=5" in job.log
+
+
+def lose_shares_and_sums(job):
+    """Workers are lost with their shares of the data, and with sums of gradients."""
+    job.kill("worker-0", "shares", 10)
+    job.go_on("shares", "back")
+    found = job.result("shares")
+    for power in range(3):
+        expected = sum(n**power for n in range(1, kill_job.NUMBERS + 1))
+        assert found[f"power_{power}"] == [expected] * 2, power
+    # What the compressor keeps began anew on the one that came back.
+    assert found["states"] == ["worker-1-of-2"]
+    assert "worker-0 cannot be reached: what it has left out of its gradients is" in job.log
+
+    job.start_again("worker-0")
+    job.go_on("sums", "begins", "back")
+    job.kill("worker-1", "sums", 20)
+    found = job.result("sums")
+    lost = re.search(r"worker-1 was lost with the gradients of (\d+) batch\(es\)", job.log)
+    assert lost and int(lost[1]) > 0, job.log[-4000:]
+    # Every batch is with one of them.
+    assert found["pending"] == {"0": STEPS - int(lost[1])}
+    assert (found["before"], found["iterations"], found["after"]) == ([0.0], 1, [-0.5])
 
 
 @pytest.mark.extended

@@ -58,7 +58,7 @@ def test_what_cannot_be_sent_is_read_by_the_chief(folder):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "sync"}, *extended({"mode": "async", "max_staleness": 1})], ids=str
+    "options", extended({"mode": "sync"}, {"mode": "async", "max_staleness": 1}), ids=str
 )
 def test_the_chief_reads_what_was_distributed_where_it_decides(options):
     run("sync_threads", cases.the_chief_reads_where_it_decides, **options)

@@ -166,6 +166,7 @@ def test_whoever_looks_sees_all_updates(pipeline, tmp_path):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_batches_that_the_script_gives_are_updated_at_once(pipeline):
     keras.backend.clear_session()
     with psp.single_process():

@@ -48,6 +48,7 @@ def test_three_pipelines_equal_plain_keras(pipeline):
     check_equal(in_pipelines(strategy, make), alone(make))
 
 
+@pytest.mark.extended
 def test_two_pipelines_do_what_one_does_of_as_many_micro_batches(pipeline):
     one = in_pipelines(pipeline(microbatches=4), models.spectral)
     two = in_pipelines(pipeline(pipelines=2, microbatches=2), models.spectral)

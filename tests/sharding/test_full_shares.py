@@ -38,7 +38,7 @@ def test_compiled_units_equal_one_process(name):
     assert SAID.get(name, "") in found.logs["worker-0"]
 
 
-@pytest.mark.parametrize("name", ["muon", *extended(*OPTIMIZERS)])
+@pytest.mark.parametrize("name", extended("muon", *OPTIMIZERS))
 def test_optimizers_equal_one_process(name):
     equals_one_process("all2", cases.trained, name=name)
 

@@ -62,6 +62,8 @@ def test_compressed_training_learns_as_much():
     check_compressed("opt2", sent=lambda numbers, encoded: encoded / 2 + numbers)
 
 
+# With all in shares, as slots are kept there.
+@pytest.mark.extended
 def test_files_go_on_in_one_process(tmp_path):
     check_files("opt2", tmp_path, "plain")
 

@@ -41,7 +41,7 @@ class Around(keras.layers.Layer):
         return keras.ops.map(lambda row: self.dense(row[None])[0], x)
 
 
-KINDS = ["cond", "while_loop", *extended("vectorized_map", "map_fn", "map")]
+KINDS = ["while_loop", *extended("cond", "vectorized_map", "map_fn", "map")]
 
 
 def data():
