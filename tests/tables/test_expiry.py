@@ -60,7 +60,7 @@ def hashed(key):
 
 @functools.cache
 def owner(key, servers):
-    return int(blocks_of(tf.constant([hashed(key)]))[0]) % servers
+    return int(blocks_of(mixed(tf.constant([key], tf.int64)))[0]) % servers
 
 
 def trained(servers, keys):
