@@ -12,6 +12,7 @@
 #   make coverage-all   lines that `make test-all` executes, and how many of these `make test` does
 #   make mutants     whether tests find each of the faults of tests/faults_on_purpose; flags:
 #                make mutants MUTANTS="--only '*residual*'"
+#   make matrix      every name of Keras under every strategy; writes docs/keras_names.md
 #   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/
@@ -28,12 +29,12 @@ DEMO ?=
 VERSIONS ?=
 MUTANTS ?=
 # Tests choose their tier themselves: tests/support/tiers.py.
-TESTED := not extended
+TESTED := not extended and not matrix
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml setup.cfg setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-versions mutants measure coverage coverage-all structure wheel bench docs lint clean
+.PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix measure coverage coverage-all structure wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,14 +65,19 @@ test: $(VENV)/stamp-test
 	$(TEST) -m "$(TESTED)"
 
 test-all: $(VENV)/stamp-test
-	$(TEST)
+	$(TEST) -m "not matrix"
 
 # What `make test` leaves out.
 test-rest: $(VENV)/stamp-test
-	$(TEST) -m "not ($(TESTED))"
+	$(TEST) -m "extended and not matrix"
 
 test-fast: $(VENV)/stamp-test
 	$(TEST) -m "$(TESTED) and not processes"
+
+# Goes on from what an earlier run has left in .matrix, and writes the page.
+matrix: $(VENV)/stamp-test
+	-MATRIX=.matrix $(BIN)/python -m pytest -n 3 --dist loadgroup tests/matrix/test_matrix.py
+	$(BIN)/python tests/matrix/page.py .matrix docs/keras_names.md
 
 mutants: $(VENV)/stamp-test
 	$(BIN)/python tests/faults_on_purpose/run.py $(MUTANTS)
@@ -94,7 +100,7 @@ coverage: $(VENV)/stamp-test
 
 coverage-all: coverage
 	mv .coverage .coverage-of-test
-	-$(COVERED) -m "not ($(TESTED))"
+	-$(COVERED) -m "extended and not matrix"
 	cp .coverage-of-test .coverage.of-test
 	$(BIN)/coverage combine --quiet
 	$(BIN)/python tests/support/share_covered.py .coverage-of-test .coverage
@@ -120,5 +126,5 @@ lint: $(VENV)/stamp-test
 	  benchmarks tests
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure mutants.jsonl .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure .matrix mutants.jsonl .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

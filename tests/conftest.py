@@ -55,6 +55,7 @@ def pytest_configure(config):
         "markers", "extended: what `make test` leaves out; see support/tiers.py"
     )
     config.addinivalue_line("markers", "processes: not in `make test-fast`; see there")
+    config.addinivalue_line("markers", "matrix: only in `make matrix`; see matrix/test_matrix.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,11 +32,12 @@ _REPLACEABLE = {"CacheDatasetV2": (2, "DummyMemoryCache")}
 _OF_THIS_PROCESS = re.compile(r"PyFunc|GeneratorDataset|HashTable|VarHandleOp")
 
 
-def seed_shuffles(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+def seed_shuffles(dataset: tf.data.Dataset, seed: int, apart: bool = False) -> tf.data.Dataset:
     """Returns the dataset with every unseeded source of order seeded.
 
     Args:
         seed: Python int, equal on all workers.
+        apart: Whether to read the result does not move the dataset on to its next order.
 
     Returns:
         The dataset itself if its order is settled already, else an equal one with seeds.
@@ -52,7 +53,7 @@ def seed_shuffles(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
             str(error).splitlines()[0],
         )
         return dataset
-    if not _seed_graph(graph, seed):
+    if not _seed_graph(graph, seed, epoch=0 if apart else None):
         return dataset
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     reseeded = dataset_ops._VariantDataset(variant, dataset.element_spec)

@@ -3,8 +3,9 @@
 Lengths and batch sizes say little: parts such as `x[rank::2]` are equally long on all workers. So
 workers compare some values of arrays and of first batches, and TensorFlow's hash of a dataset's
 graph with the constants in it. Floats are compared with a tolerance, as workers may have computed
-them. A `PyDataset`, and a dataset that calls Python, is not compared: one more call may change what
-the next one returns. Generators that differ, as random ones may, are told of by a warning.
+them. A `PyDataset`, and a dataset that calls Python or draws from generators, is not compared: one
+more call may change what the next one returns. Generators that differ, as random ones may, are told
+of by a warning.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def check(
             return
         # Of other paths or functions, the same rows may come.
         with data_seeds.untouched():
-            batch = next(iter(seed_shuffles(dataset, seed).take(1)), None)
+            batch = next(iter(seed_shuffles(dataset, seed, apart=True).take(1)), None)
         texts = control.exchange("rows", json.dumps(_samples(batch)))
         fingerprints = [json.loads(text) for text in texts]
     for name, theirs in zip(control.names, fingerprints):
@@ -160,6 +161,12 @@ def _plain(value: Any) -> Any:
         return type(value).__name__
 
 
+def _changes_what_follows(operation: str) -> bool:
+    """Whether one more call of an operation in a dataset may change what the next one returns."""
+    # Python code; generators of Keras (such as those of `MixUp`) and of TensorFlow.
+    return "PyFunc" in operation or operation.startswith(("Assign", "RngReadAndSkip"))
+
+
 def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
     """TensorFlow's hash of a dataset's graph, empty for a large one, or None.
 
@@ -176,7 +183,7 @@ def _hash(dataset: tf.data.Dataset) -> dict[str, Any] | None:
         for function in one._functions():
             graph = function.function.graph.as_graph_def()
             nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-            is_final = is_final or any("PyFunc" in node.op for node in nodes)
+            is_final = is_final or any(_changes_what_follows(node.op) for node in nodes)
     try:
         variant = dataset._variant_tensor
         found = 0 if size > _MOST_BYTES else tf.raw_ops.DatasetFingerprint(input_dataset=variant)

@@ -1,0 +1,147 @@
+"""Runs a bundle of names in a column, and says what came out.
+
+```text
+bundle x column -> equal                                 all of its names are
+                -> refused, or another result -> each name alone -> equal, refused, by design, wrong
+```
+"""
+
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+
+import numpy as np
+
+from tests.matrix import decisions, recipes, training
+from tests.support import cluster
+
+# By column: the layout, and further arguments of `compile`.
+COLUMNS = {
+    "shard all": ("all2", {}),
+    "tensor parallel": ("tp2", {}),
+    "pipeline": ("pipeline2", {}),
+    "hybrid": ("hybrid22", {}),
+    "sync servers, cut": ("sync_sharded", {}),
+    "sync servers": ("sync_threads", {}),
+    "async servers": ("async_threads", {}),
+    "two devices": ("devices2", {}),
+    "shard optimizer": ("opt2", {}),
+    "all-reduce": ("ar2", {}),
+    "XLA": ("ar2", {"jit_compile": True}),
+}
+recipes.import_all()
+BUNDLES = training.bundles()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The result of names in a column.
+
+    Attributes:
+        names: The names.
+        column: The column.
+        kind: `equal`, `by design`, `refused` or `wrong`.
+        error: The largest difference from one process, beside the larger of the value and 1.
+        text: The message or reason, or where it differs.
+        link: The page that says so.
+        family: The family of the names.
+        seconds: How long it took.
+    """
+
+    bundle: str
+    names: list
+    column: str
+    kind: str
+    error: float = 0.0
+    text: str = ""
+    link: str = ""
+    family: str = ""
+    seconds: float = 0.0
+
+
+def outcomes(title, column):
+    """Returns the outcomes of a bundle's names in a column."""
+    names = BUNDLES[title].names
+    whole = _outcome(title, names, column)
+    if whole.kind in ("equal", "by design") or len(names) == 1:
+        return [whole]
+    alone = [_outcome(title, (name,), column) for name in names]
+    if all(one.kind == "equal" for one in alone) and whole.kind == "wrong":
+        return [dataclasses.replace(whole, text=f"only together: {whole.text}")]
+    return alone
+
+
+def _outcome(title, names, column):
+    bundle, (layout, options) = BUNDLES[title], COLUMNS[column]
+    began = time.monotonic()
+    kind, error, text, link = "equal", 0.0, "", ""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"title": title, "names": list(names)}
+        expected = dict(cluster.reference(training.run, **arguments, reads=True))
+        names_read = [name for name in expected if name.startswith("read/")]
+        reads = {name.partition("/")[2]: expected.pop(name) for name in names_read}
+        file = str(pathlib.Path(folder, "model.keras"))
+        try:
+            given = arguments | options | ({"file": file} if reads else {})
+            results = cluster.run(layout, training.run, **given)
+            found = results.first
+            error, text = _difference(found, expected)
+            if reads and error <= bundle.tolerance:
+                of_file, place = _difference(
+                    cluster.run("plain", training.read, file=file).first, reads
+                )
+                if of_file > error:
+                    error, text = of_file, f"in the file, {place}"
+            if not error <= bundle.tolerance:
+                kind = "wrong"
+        except AssertionError as failure:
+            kind, text = _refusal(str(failure))
+    decided = {decisions.of(bundle.family, name, column, title) for name in names}
+    [decision] = decided if len(decided) == 1 else [None]
+    if decision and decision.kind == kind == "refused":
+        text, link = decision.reason, decision.link
+    elif decision and decision.kind == "by design" and kind == "wrong" and np.isfinite(error):
+        kind, text, link = "by design", decision.reason, decision.link
+    elif kind == "refused":
+        kind = "wrong"
+    seconds = round(time.monotonic() - began, 1)
+    return Outcome(
+        title, list(names), column, kind, float(error), text, link, bundle.family, seconds
+    )
+
+
+def _difference(found, expected):
+    """The largest relative difference, or infinity, and where it is."""
+    if found.keys() != expected.keys():
+        return float("inf"), f"names differ: {sorted(found.keys() ^ expected.keys())[:5]}"
+    largest, place = 0.0, ""
+    for name, value in expected.items():
+        one = found[name]
+        if one.shape != value.shape:
+            return float("inf"), f"{name} has shape {one.shape} for {value.shape}"
+        if value.dtype.kind not in "fiub":
+            difference = 0.0 if np.array_equal(one, value) else float("inf")
+        elif not value.size:
+            difference = 0.0
+        else:
+            one, value = np.asarray(one, "float64"), np.asarray(value, "float64")
+            same = (one == value) | (np.isnan(one) & np.isnan(value))
+            apart = np.abs(np.where(same, 0.0, one - value))
+            difference = np.max(apart / (1.0 + np.abs(np.where(same, 0.0, value))))
+            difference = float("inf") if np.isnan(difference) else float(difference)
+        if difference > largest:
+            largest, place = difference, name
+    return largest, place
+
+
+def _refusal(failure):
+    """Tells a refusal by the library, with its message, from a failure."""
+    text = failure.split("--- log of", 1)[0]
+    messages = re.findall(
+        r"^(?:\w+\.)*\w*(?:Error|Exception): .*(?:\n(?!Traceback|---).*)*", text, re.M
+    )
+    last = messages[-1].strip() if messages else text.strip()[-500:]
+    is_one = failure.startswith("The case failed on all tasks.") and "Received:" in last
+    return ("refused" if is_one else "wrong"), last

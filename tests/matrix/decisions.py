@@ -1,0 +1,93 @@
+"""Decisions: what differs by design, and what is refused, and why."""
+
+import dataclasses
+import fnmatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A decision on names in columns.
+
+    Attributes:
+        kind: `by design` or `refused`.
+        family: The family, or a pattern.
+        names: Patterns of names.
+        columns: Columns.
+        reason: The sentence on the page.
+        link: The page that says so.
+    """
+
+    kind: str
+    family: str
+    names: tuple
+    columns: tuple
+    reason: str
+    link: str
+    title: str = "*"
+
+
+_REPLICAS = (
+    *("all-reduce", "two devices", "shard optimizer", "shard all", "sync servers"),
+    *("sync servers, cut", "hybrid", "XLA"),
+)
+_PARTS = *_REPLICAS, "pipeline"
+
+
+def _by_design(family, title, columns, reason, link):
+    return Decision("by design", family, ("*",), columns, reason, link, title)
+
+
+def _refused(family, title, columns, reason, link):
+    return Decision("refused", family, ("*",), columns, reason, link, title)
+
+
+DECISIONS = [
+    _by_design(
+        "layers",
+        "layers: random, *",
+        _PARTS,
+        "Each replica draws numbers of its own.",
+        "differences.md#layers",
+    ),
+    _by_design(
+        "random",
+        "random, seeded by a generator",
+        _PARTS,
+        "Each replica draws numbers of its own.",
+        "differences.md#layers",
+    ),
+    _by_design(
+        "layers",
+        "layers: statistics of rows",
+        _PARTS,
+        "Each replica takes the statistics of its own rows; with `synchronized=True`, of all.",
+        "differences.md#layers",
+    ),
+    _by_design(
+        "losses",
+        "losses: *, of *",
+        _REPLICAS,
+        "The loss sees the rows of one replica.",
+        "differences.md#losses-and-metrics",
+    ),
+    _by_design(
+        "layers",
+        "*, SpectralNormalization",
+        ("pipeline",),
+        "Each micro-batch takes one step of its power iteration.",
+        "pipeline.md#what-differs-from-one-process",
+    ),
+]
+
+
+def of(family, name, column, title):
+    """Returns the decision on a name of a family in a column, or None."""
+    for one in DECISIONS:
+        if (
+            fnmatch.fnmatch(family, one.family)
+            and column in one.columns
+            and any(fnmatch.fnmatchcase(name, pattern) for pattern in one.names)
+            and fnmatch.fnmatchcase(title, one.title)
+        ):
+            return one
+    return None

@@ -1,0 +1,175 @@
+"""Writes docs/keras_names.md from the outcomes of `make matrix`.
+
+python tests/matrix/page.py FOLDER DOCS/PAGE.md
+"""
+
+import collections
+import datetime
+import json
+import math
+import pathlib
+import sys
+
+FAMILIES = {
+    "layers": "Layers",
+    "optimizers": "Optimizers",
+    "arguments of optimizers": "Arguments of optimizers",
+    "schedules": "Learning rate schedules",
+    "losses": "Losses",
+    "metrics": "Metrics",
+    "initializers": "Initializers",
+    "activations": "Activations",
+    "regularizers": "Regularizers",
+    "constraints": "Constraints",
+    "random": "Random numbers",
+    "callbacks": "Callbacks",
+    "compile": "Arguments of `compile`",
+    "fit": "Arguments of `fit`",
+    "evaluate": "Arguments of `evaluate`",
+    "predict": "Arguments of `predict`",
+    "data": "Data",
+    "programs": "Programs",
+}
+COLUMNS = {
+    "all-reduce": "`MultiWorkerMirroredStrategy`, two workers",
+    "two devices": "`MultiWorkerMirroredStrategy`, two devices in one process",
+    "shard optimizer": '`MultiWorkerMirroredStrategy(shard="optimizer")`, two workers',
+    "shard all": '`MultiWorkerMirroredStrategy(shard="all")`, two workers',
+    "tensor parallel": "`ModelParallelStrategy()`, two workers on one row",
+    "hybrid": "`HybridStrategy`, two workers, tables on two servers",
+    "sync servers": '`ParameterServerStrategy(mode="sync")`, two workers',
+    "sync servers, cut": "the same, with a partitioner of two shards",
+    "async servers": "`ParameterServerStrategy()`, one worker",
+    "pipeline": "`PipelineStrategy`, two stages, three micro-batches",
+    "XLA": "`MultiWorkerMirroredStrategy`, two workers, `compile(jit_compile=True)`",
+}
+_HEADS = ("AR", "2 dev", "opt", "all", "TP", "hyb", "sync", "cut", "async", "pipe", "XLA")
+_TOP = """# What of Keras works where
+
+Every public name of Keras, run under every strategy and held against one process of Keras: weights,
+slots, every value in the logs, `evaluate`, `predict`, and the saved file as plain Keras reads it.
+`make matrix` has written this page on {date}, with {versions}.
+{counts}
+
+| in a cell | meaning |
+|---|---|
+| a number, such as 1e-7 | equal: the largest difference, beside the larger of the value and 1 |
+| 0 | the same numbers |
+| D | differs by design: the reason is below the table |
+| R | refused, by a message that names the way out |
+| - | not run there |
+
+Names that share a model have the number of that model. Columns:
+
+| column | strategy |
+|---|---|
+{columns}
+"""
+
+
+def outcomes(folder):
+    """Returns the outcomes in a folder."""
+    files = sorted(pathlib.Path(folder).glob("*.json"))
+    return [one for path in files for one in json.loads(path.read_text())]
+
+
+def text(found, versions, exempt, today=None):
+    """Returns the page."""
+    counts = collections.Counter(one["kind"] for one in found for _ in one["names"])
+    counted = ", ".join(f"{number:,} {kind}" for kind, number in counts.most_common())
+    parts = [
+        _TOP.format(
+            date=(today or datetime.date.today()).isoformat(),
+            versions=versions,
+            counts=f"Of {counts.total():,} cells: {counted}.",
+            columns="\n".join(
+                f"| {head} | {COLUMNS[column]} |" for head, column in zip(_HEADS, COLUMNS)
+            ),
+        )
+    ]
+    for family, title in FAMILIES.items():
+        cells = _cells(found, family)
+        if cells or exempt.get(family):
+            parts.append(_section(title, cells, _reasons(found, family), exempt.get(family, {})))
+    return "\n".join(parts)
+
+
+_WORST = ("wrong", "refused", "by design", "equal")
+
+
+def _cells(found, family):
+    """By name and column, the worst outcome."""
+    cells = collections.defaultdict(dict)
+    for one in found:
+        for name in one["names"]:
+            # The family of a name is that of its bundle.
+            if one["family"] == family:
+                before = cells[name].get(one["column"], one)
+                worse = _WORST.index(one["kind"]) < _WORST.index(before["kind"])
+                further = one["kind"] == before["kind"] and one["error"] > before["error"]
+                cells[name][one["column"]] = one if worse or further else before
+    return cells
+
+
+def _reasons(found, family):
+    reasons = {}
+    for one in found:
+        if one["family"] == family and one["kind"] in ("by design", "refused"):
+            reason = one["text"] + (f" ([more]({one['link']}))" if one["link"] else "")
+            names = reasons.setdefault(reason, (set(), set()))
+            names[0].update(one["names"])
+            names[1].add(one["column"])
+    return reasons
+
+
+def _section(title, cells, reasons, exempt):
+    lines = [f"## {title}", ""]
+    if cells:
+        lines += [f"| | {' | '.join(_HEADS)} |", "|---" * (1 + len(_HEADS)) + "|"]
+        for name in sorted(cells, key=str.lower):
+            row = (_mark(cells[name].get(column)) for column in COLUMNS)
+            lines.append(f"| {_code(name)} | {' | '.join(row)} |")
+        lines.append("")
+    for reason, (names, columns) in reasons.items():
+        heads = [head for head, column in zip(_HEADS, COLUMNS) if column in columns]
+        shown = ", ".join(_code(name) for name in sorted(names, key=str.lower))
+        lines.append(f"- {shown} ({', '.join(heads)}): {reason}")
+    for reason in sorted(set(exempt.values())):
+        shown = ", ".join(f"`{name}`" for name in sorted(exempt) if exempt[name] == reason)
+        lines.append(f"- Not run: {shown}: {reason}")
+    return "\n".join([*lines, ""])
+
+
+def _code(name):
+    return name if " " in name else f"`{name}`"
+
+
+def _mark(one):
+    if one is None:
+        return "-"
+    if one["kind"] == "equal":
+        error = one["error"]
+        return (
+            "0" if not error else f"{10.0 ** math.ceil(math.log10(error)):.0e}".replace("e-0", "e-")
+        )
+    return {"by design": "D", "refused": "R", "wrong": "WRONG"}[one["kind"]]
+
+
+def main(folder, page):
+    import keras
+    import tensorflow as tf
+
+    from tests.matrix import names
+
+    found = outcomes(folder)
+    versions = f"Keras {keras.__version__} and TensorFlow {tf.__version__}"
+    pathlib.Path(page).write_text(text(found, versions, names.EXEMPT))
+    wrong = [one for one in found if one["kind"] == "wrong"]
+    for one in wrong:
+        print(f"{one['column']}: {', '.join(one['names'])}: {one['error']:g} {one['text'][:300]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+    sys.exit(main(*sys.argv[1:]))
