@@ -215,14 +215,11 @@ def _with_callbacks(names):
         found = {f"history/{name}": np.asarray(value) for name, value in history.items()}
         found |= {"calls": np.asarray(noting.calls), "losses": np.asarray(noting.losses)}
         found["rates"] = np.asarray(rates)
-        if "CSVLogger" in names and (folder / "log.csv").exists():
-            rows = list(csv.DictReader(open(folder / "log.csv")))
-            # One worker writes the file.
-            found["own csv"] = np.asarray([float(row["val_loss"]) for row in rows])
-        if "ModelCheckpoint" in names and (folder / "best.weights.h5").exists():
-            found["own checkpoint"] = np.asarray(True)
-        if "TensorBoard" in names:
-            found["own board"] = np.asarray(len(list((folder / "board").rglob("events.*"))) > 0)
+        # One worker writes files.
+        log, best = folder / "log.csv", folder / "best.weights.h5"
+        rows = list(csv.DictReader(log.open())) if log.exists() else []
+        found["own csv"] = np.asarray([float(row["val_loss"]) for row in rows])
+        found["own files"] = np.asarray([best.exists(), any((folder / "board").rglob("events.*"))])
         return model, found
 
 

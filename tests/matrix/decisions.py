@@ -42,6 +42,16 @@ def _refused(family, title, columns, reason, link):
 
 
 DECISIONS = [
+    _refused(
+        "compile",
+        "compile: run_eagerly",
+        (
+            *("shard optimizer", "shard all", "tensor parallel", "pipeline", "sync servers"),
+            *("sync servers, cut", "async servers"),
+        ),
+        "A worker runs traced functions only: debug a step in one process.",
+        "limits.md",
+    ),
     _by_design(
         "layers",
         "layers: random, *",

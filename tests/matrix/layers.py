@@ -294,7 +294,9 @@ RANDOM |= {
 IN_DATASETS = {
     "CutMix": lambda: L.CutMix(seed=1),
     "MixUp": lambda: L.MixUp(seed=1),
-    "MaxNumBoundingBoxes": lambda: L.MaxNumBoundingBoxes(3, fill_value=-1),
+    "MaxNumBoundingBoxes": lambda: L.MaxNumBoundingBoxes(
+        3, fill_value=-1, bounding_box_format="xyxy"
+    ),
 }
 # Parts of every model here.
 EVERYWHERE = ("Concatenate", "Input", "InputLayer", "InputSpec", "Layer")

@@ -290,7 +290,6 @@ class Stepping(keras.Model):
 
     def train_step(self, data):
         x, y = data
-        weights = self.trainable_variables
         with tf.GradientTape(persistent=True) as tape:
             if self.kind == "gradient by inputs":
                 tape.watch(x)
@@ -307,6 +306,7 @@ class Stepping(keras.Model):
                 again = self(x, training=True)
             jacobian = inner.batch_jacobian(again, x)
             self.noted.update_state(tf.reduce_mean(jacobian, axis=[1, 2]))
+        weights = self.trainable_variables
         gradients = tape.gradient(loss, weights)
         if self.kind == "clipped gradients":
             gradients, norm = tf.clip_by_global_norm(gradients, 0.1)
