@@ -328,7 +328,7 @@ class LocalCluster:
                 self._restart_evaluator(code)
         failed = [name for name in fresh if name in self._ends and self._ends.is_failure(name)]
         is_whole = self._ends.first_failure is None and "chief-0" not in self._ends
-        if is_whole and all(self._task_restarts.can_take(name, fresh[name]) for name in failed):
+        if is_whole and self._task_restarts.can_take({name: fresh[name] for name in failed}):
             for name in failed:
                 self._task_restarts.take(name, fresh[name], self._began[name])
                 self._ends.forget(name)
@@ -339,7 +339,7 @@ class LocalCluster:
     def _restart_evaluator(self, code: int) -> None:
         """Plans the next start of an evaluator that has failed, or does without it."""
         trains = self._ends.first_failure is None and not self._ends.has_trained()
-        if trains and self._task_restarts.can_take(EVALUATOR_NAME, code):
+        if trains and self._task_restarts.can_take({EVALUATOR_NAME: code}):
             self._task_restarts.take(EVALUATOR_NAME, code, self._began[EVALUATOR_NAME])
             self._ends.forget(EVALUATOR_NAME)
         else:

@@ -215,6 +215,9 @@ JOBS = """
 # A killed worker is started again, and the others go on, until no restart is left.
 served       | chief-0 9 0, worker-0 1 -9, worker-0 5 0, worker-1 9 0 | 1 | 0 [0] chief-0 1 worker-0 2 worker-1 1
 served       | worker-0 1 3                               | 1 | 3 [0] worker-0 2 ps-0 1
+# Two that fail at one time, of which one restart would be too few.
+served       | chief-0 9 0, worker-0 1 -9, worker-0 5 0, worker-1 1 -9, worker-1 5 0 | 1 | 0 [0,1] chief-0 2 worker-0 2 worker-1 2
+served       | chief-0 9 0, worker-0 1 -9, worker-0 5 0, worker-1 1 -9, worker-1 5 0 | 2 | 0 [0] chief-0 1 worker-0 2 worker-1 2
 # A chief that fails is the job's restart: the second, if a worker had one before.
 served       | chief-0 9 1, chief-0 9 0, worker-0 1 -9, worker-0 5 0 | 2 | 0 [0,2] chief-0 2 worker-0 3
 # A wrong command line is not tried again.
@@ -276,10 +279,10 @@ def test_pauses_grow_for_a_task_that_fails_at_once(launcher):
         assert tasks.pop_due() == ["worker-0"]
     tasks.take("worker-0", -9, clock.now - 31)
     assert tasks.pop_due() == ["worker-0"]
-    assert not tasks.can_take("worker-0", -9)
+    assert not tasks.can_take({"worker-0": -9})
     failed = "worker-0 has failed (ended by signal 9), and the others go on"
     assert launcher.lines[1] == f"{failed}; restart 2 of 4 begins in 2 s"
-    assert not any(TaskRestarts(3, print).can_take(name, -9) for name in ("chief-0", "ps-0"))
+    assert not any(TaskRestarts(3, print).can_take({name: -9}) for name in ("chief-0", "ps-0"))
 
 
 @pytest.mark.parametrize(

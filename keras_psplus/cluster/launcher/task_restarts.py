@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from keras_psplus.cluster.launcher.results import WRONG_COMMAND_LINE, describe
 
@@ -43,14 +43,16 @@ class TaskRestarts:
     def __contains__(self, name: str) -> bool:
         return name in self._due
 
-    def can_take(self, name: str, code: int) -> bool:
-        """Whether a task that has failed can be started again alone.
+    def can_take(self, codes: Mapping[str, int]) -> bool:
+        """Whether tasks that have failed at one time can all be started again alone.
 
         Args:
-            code: Its exit code, negative for a signal.
+            codes: Dict from their names to their exit codes, negative for a signal.
         """
-        left = self.used < self._most
-        return left and name.rpartition("-")[0] in self._jobs and code != WRONG_COMMAND_LINE
+        return self.used + len(codes) <= self._most and all(
+            name.rpartition("-")[0] in self._jobs and code != WRONG_COMMAND_LINE
+            for name, code in codes.items()
+        )
 
     def take(self, name: str, code: int, began: float) -> None:
         """Plans the next start of a task.
