@@ -26,6 +26,7 @@ COLUMNS = {
     "sync servers, cut": ("sync_sharded", {}),
     "sync servers": ("sync_threads", {}),
     "async servers": ("async_threads", {}),
+    "async servers, cut": ("async_sharded", {}),
     "two devices": ("devices2", {}),
     "shard optimizer": ("opt2", {}),
     "all-reduce": ("ar2", {}),
@@ -85,7 +86,7 @@ def _outcome(title, names, column):
         file = str(pathlib.Path(folder, "model.keras"))
         try:
             given = arguments | options | ({"file": file} if reads else {})
-            results = cluster.run(layout, training.run, **given)
+            results = cluster.run(layout, training.run, seconds=400, **given)
             found = results.first
             error, text = _difference(found, expected)
             if reads and error <= bundle.tolerance:

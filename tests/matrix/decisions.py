@@ -44,6 +44,27 @@ def _refused(family, title, columns, reason, link):
 DECISIONS = [
     _refused(
         "compile",
+        "compile: jit_compile",
+        ("tensor parallel",),
+        "Layers in parts talk to other workers: leave the default, `jit_compile='auto'`.",
+        "tensor_parallel.md",
+    ),
+    _refused(
+        "programs",
+        "programs: tied weights",
+        ("hybrid",),
+        "Tables on servers are read by rows: keep one that is read whole on the workers.",
+        "hybrid.md#limits",
+    ),
+    _refused(
+        "programs",
+        "programs: jacobian by inputs",
+        ("tensor parallel",),
+        "What workers compute in parts is not vectorized: pass `experimental_use_pfor=False`.",
+        "tensor_parallel.md",
+    ),
+    _refused(
+        "compile",
         "compile: run_eagerly",
         (
             *("shard optimizer", "shard all", "tensor parallel", "pipeline", "sync servers"),

@@ -40,10 +40,14 @@ COLUMNS = {
     "sync servers": '`ParameterServerStrategy(mode="sync")`, two workers',
     "sync servers, cut": "the same, with a partitioner of two shards",
     "async servers": "`ParameterServerStrategy()`, one worker",
+    "async servers, cut": "the same, with a partitioner of two shards: programs alone",
     "pipeline": "`PipelineStrategy`, two stages, three micro-batches",
     "XLA": "`MultiWorkerMirroredStrategy`, two workers, `compile(jit_compile=True)`",
 }
-_HEADS = ("AR", "2 dev", "opt", "all", "TP", "hyb", "sync", "cut", "async", "pipe", "XLA")
+_HEADS = (
+    *("AR", "2 dev", "opt", "all", "TP", "hyb", "sync", "sync cut", "async", "async cut"),
+    *("pipe", "XLA"),
+)
 _TOP = """# What of Keras works where
 
 Every public name of Keras, run under every strategy and held against one process of Keras: weights,

@@ -16,19 +16,106 @@ from tests.matrix import cells
 pytestmark = pytest.mark.processes
 
 COLUMNS = list(cells.COLUMNS)
-# Light bundles, of which `make test` runs each in one column.
+# By column, the bundles that `make test` runs: each family somewhere, and what takes a route of its
+# own in a strategy.
 TESTED = {
-    "data": 1,
-    "compile": 1,
+    "all-reduce": (
+        "data: image_dataset_from_directory",
+        "data: generator",
+        "layers: MixUp in a dataset",
+        "callbacks",
+        "evaluate",
+        "predict",
+        "compile",
+        "fit with other arguments",
+        "programs: ragged and sparse rows",
+        "programs: gradient accumulation in loop",
+        "programs: step of its own without call",
+        "programs: losses in metrics",
+    ),
+    "two devices": (
+        "programs: convolutions of single rows",
+        "programs: run eagerly",
+        "losses of segments",
+        "fit",
+    ),
+    "shard optimizer": (
+        "optimizers: Muon",
+        "optimizers: Adafactor",
+        "optimizers with arguments: Adam, averaged",
+        "optimizers with arguments: Adam, accumulated",
+        "programs: unfrozen and compiled again",
+    ),
+    "shard all": (
+        "optimizers: Nadam",
+        "optimizers: Optimizer",
+        "optimizers: Lamb",
+        "constraints",
+        "optimizers with arguments: AdamW without decay of names",
+        "programs: tied weights",
+        "programs: eager gradients after fit",
+        "programs: lora",
+        "layers: of rows 1",
+    ),
+    "tensor parallel": (
+        "programs: vectorized_map in a layer",
+        "programs: tf_cond in a layer",
+        "programs: tied weights",
+        "programs: function on the model after fit",
+        "optimizers with arguments: Muon",
+        "random, seeded by a generator",
+        "layers: of tokens",
+    ),
+    "hybrid": (
+        "optimizers: Adagrad",
+        "optimizers: Adam",
+        "optimizers: Ftrl",
+        "programs: fit twice",
+        "programs: batches one by one",
+        "optimizers with arguments: Adam, clipped and decayed",
+    ),
+    "sync servers": (
+        "programs: mixed precision skips overflow",
+        "optimizers: Nadam",
+        "metrics of a layer",
+        "schedules: PolynomialDecay",
+        "programs: callback that changes training",
+    ),
+    "sync servers, cut": (
+        "programs: adamw with schedule and average",
+        "regularizers",
+        "optimizers: RMSprop",
+    ),
+    "async servers": (
+        "callbacks: SwapEMAWeights",
+        "data: tf.data",
+        "optimizers: LossScaleOptimizer",
+    ),
+    "async servers, cut": (
+        "programs: masked sequence loss",
+        "programs: callbacks between the steps",
+    ),
+    "pipeline": (
+        "programs: last batch of one row",
+        "programs: add loss",
+        "programs: clipped gradients",
+        "optimizers: SGD",
+        "initializers",
+    ),
+    "XLA": (
+        "programs: ops_cond in a layer",
+        "programs: add loss in training",
+        "optimizers: AdamW",
+    ),
 }
 
 
 def _marks(place, title, column):
-    number = (place + COLUMNS.index(column)) % len(COLUMNS)
     marks = [pytest.mark.xdist_group(column)]
-    if number in (0, 4, 8):
-        return [*marks, pytest.mark.extended]
-    return [*marks, pytest.mark.matrix]
+    if title in TESTED.get(column, ()):
+        return marks
+    is_extended = (place + COLUMNS.index(column)) % 3 == 0
+    return [*marks, pytest.mark.extended if is_extended else pytest.mark.matrix]
 
 
 CELLS = [
@@ -50,6 +137,11 @@ def _outcomes(title, column):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
     return found
+
+
+def test_bundles_of_make_test_are_there():
+    cells_of_all = {(column, title) for title, column in (cell.values for cell in CELLS)}
+    assert {(column, title) for column in TESTED for title in TESTED[column]} <= cells_of_all
 
 
 @pytest.mark.parametrize("title, column", CELLS)

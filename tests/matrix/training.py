@@ -26,11 +26,13 @@ class Bundle:
         tolerance: Of the differences from one process.
         columns: The columns in which it is run.
         counts: Whether the steps that the optimizer has counted are compared.
+        makes_scope: Whether the program is also given what makes the scope, and is not in it.
     """
 
     def __init__(self, family, title, names, program, tolerance, columns, counts):
         self.family, self.title, self.names, self.program = family, title, tuple(names), program
         self.tolerance, self.columns, self.counts = tolerance, columns, counts
+        self.makes_scope = False
 
 
 def bundles():
@@ -44,12 +46,13 @@ def bundle(family, title, names, program, tolerance=2e-5, columns=COLUMNS, count
     _bundles[title] = Bundle(family, title, names, program, tolerance, columns, counts)
 
 
-def script(family, *names):
-    """Decorates a program of no names but its own."""
+def script(family, *names, makes_scope=False):
+    """Decorates a program of no names but its own, which may be given what makes the scope."""
 
     def add(function):
         called = names or (function.__name__.replace("_", " "),)
-        bundle(family, f"{family}: {called[0]}", called, lambda names: function())
+        bundle(family, f"{family}: {called[0]}", called, lambda names, *scope: function(*scope))
+        _bundles[f"{family}: {called[0]}"].makes_scope = makes_scope
         return function
 
     return add
@@ -83,10 +86,11 @@ def trained(model, x, y, **options):
     return model, found
 
 
-def run(title, names, file=None, reads=False, **compile_options):
+def run(scope, title, names, file=None, reads=False, **compile_options):
     """A case: the program of a bundle for some of its names, and a file of the model.
 
     Args:
+        scope: Function that makes the strategy's scope.
         title: Title of the bundle.
         names: The names.
         file: Path of the file.
@@ -96,8 +100,13 @@ def run(title, names, file=None, reads=False, **compile_options):
     from tests.matrix import recipes
 
     recipes.import_all()
+    program = _bundles[title].program
     with _compiling(compile_options):
-        model, found = _bundles[title].program(tuple(names))
+        if _bundles[title].makes_scope:
+            model, found = program(tuple(names), scope)
+        else:
+            with scope():
+                model, found = program(tuple(names))
     if model is None:
         return found
     found = {name: _numbers(value) for name, value in found.items()}
@@ -109,6 +118,9 @@ def run(title, names, file=None, reads=False, **compile_options):
     if file:
         model.save(file)
     return found
+
+
+run.makes_scope = True
 
 
 def _read_again(model):
