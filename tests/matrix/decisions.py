@@ -41,7 +41,30 @@ def _refused(family, title, columns, reason, link):
     return Decision("refused", family, ("*",), columns, reason, link, title)
 
 
+# Of tables on servers.
+_NO_ROWS = (
+    *("callbacks: SwapEMAWeights", "optimizers with arguments: Adam, averaged"),
+    *(
+        "optimizers with arguments: Adam, overwritten",
+        "optimizers with arguments: Adam, accumulated",
+    ),
+    *("optimizers: Lamb", "optimizers: Adafactor", "optimizers: Muon", "optimizers: Optimizer"),
+    *("optimizers: MultiOptimizer", "optimizers: OptimizerMap", "optimizers: ScheduleFreeAdamW"),
+    *("optimizers with arguments: Adafactor", "optimizers with arguments: Muon"),
+    *("optimizers with arguments: ScheduleFreeAdamW", "optimizers with arguments: MultiOptimizer"),
+)
+
 DECISIONS = [
+    *(
+        _refused(
+            "*",
+            title,
+            ("hybrid",),
+            "Servers update rows by themselves, and know neither averages nor this formula.",
+            "hybrid.md#what-they-do-with-rows",
+        )
+        for title in _NO_ROWS
+    ),
     _refused(
         "compile",
         "compile: jit_compile",

@@ -68,6 +68,7 @@ TESTED = {
     ),
     "hybrid": (
         "optimizers: Adagrad",
+        "optimizers: Adafactor",
         "optimizers: Adam",
         "optimizers: Ftrl",
         "programs: fit twice",

@@ -11,6 +11,7 @@ import keras
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
+from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.row_cache import RowCaches
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
@@ -68,9 +69,8 @@ class Tables:
         spec = {"key": key, "name": name, "rows": shape[0], "dim": shape[1]}
         if cache is not None:
             spec["cache"] = cache
-        if self._is_chief:
-            self._servers.make("table", spec={**spec, "initializer": initializer})
-        self._agree("table", f"{spec}", f"{name} {shape}")
+        refusal = self._made("table", spec={**spec, "initializer": initializer})
+        self._agree("table", f"{spec}", f"{name} {shape}", refusal)
         table = Table(self._servers, key, name, shape, *self._compressors)
         table.cache = cache
         self.all.append(table)
@@ -87,11 +87,10 @@ class Tables:
             `DynamicTable`.
         """
         spec = {**spec, "key": len(self.all)}
-        if self._is_chief:
-            self._servers.make("table", spec=spec)
+        refusal = self._made("table", spec=spec)
         # Without a seed, initializers differ; the chief's counts.
         own = {what: value for what, value in spec.items() if what != "initializer"}
-        self._agree("table", f"{own}", spec["name"])
+        self._agree("table", f"{own}", spec["name"], refusal)
         table = make(self._servers, spec, *self._compressors)
         table.cache = spec.get("cache")
         self.all.append(table)
@@ -108,15 +107,15 @@ class Tables:
         if table.optimizer is optimizer:
             return
         config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)
-        if self._is_chief:
-            self._servers.make(
-                "optimizer",
-                key=table.key,
-                config=config,
-                number=table.optimizers + 1,
-                first_slot=table.first_slot_of(optimizer),
-            )
-        self._agree("optimizer of a table", table.name, f"{table.name}, {optimizer.name}")
+        refusal = self._made(
+            "optimizer",
+            key=table.key,
+            config=config,
+            number=table.optimizers + 1,
+            first_slot=table.first_slot_of(optimizer),
+        )
+        described = f"{table.name}, {optimizer.name}"
+        self._agree("optimizer of a table", table.name, described, refusal)
         table.optimizer, table.row_config = optimizer, config
         table.optimizers += 1
 
@@ -148,7 +147,24 @@ class Tables:
         self._rows_ahead.forget()
         self._row_caches.forget(table)
 
-    def _agree(self, kind: str, fingerprint: str, description: str) -> None:
+    def _made(self, what: str, **arguments: Any) -> str:
+        """Has the chief make something on the servers; returns why they refuse it, if they do."""
+        if not self._is_chief:
+            return ""
+        try:
+            self._servers.make(what, **arguments)
+        except TableServerLostError:
+            raise
+        except TableServerError as error:
+            return str(error)
+        return ""
+
+    def _agree(self, kind: str, fingerprint: str, description: str, refusal: str) -> None:
+        """Checks that all workers are at the same, and raises on all what servers refuse."""
         if self._control is not None:
             with failure.translate_errors(self._control.task):
                 self._control.check_same(kind, fingerprint, description)
+                # Otherwise the others would wait for a chief that has ended with an error.
+                refusal = self._control.exchange(f"refusal of {kind}", refusal)[0]
+        if refusal:
+            raise TableServerError(refusal)
