@@ -81,6 +81,20 @@ DECISIONS = [
     ),
     _refused(
         "programs",
+        "programs: clipped gradients",
+        ("sync servers", "sync servers, cut"),
+        "A worker sees its part of a gradient alone: clip by the optimizer's arguments.",
+        "sync_parameter_server.md#limits",
+    ),
+    _refused(
+        "programs",
+        "programs: tf_function in a layer",
+        ("sync servers, cut", "async servers, cut"),
+        "A variable in shards cannot be read in a function that the step calls.",
+        "parameter_server.md#limits",
+    ),
+    _refused(
+        "programs",
         "programs: jacobian by inputs",
         ("tensor parallel",),
         "What workers compute in parts is not vectorized: pass `experimental_use_pfor=False`.",

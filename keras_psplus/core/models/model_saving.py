@@ -82,7 +82,8 @@ def refuse_traced(call: Call, what: str) -> NoReturn:
 
 def copied(variable: keras.Variable) -> tf.Variable:
     """A variable of this process with a Keras variable's value."""
-    value = variable._value.numpy()
+    # Pipelines have no value yet until a model is cut into stages.
+    value = variable.numpy() if variable._value is None else variable._value.numpy()
     return tf.Variable(value, trainable=variable.trainable, name=variable.name)
 
 

@@ -1,0 +1,34 @@
+"""The page of `make matrix`."""
+
+import datetime
+
+from tests.matrix import page
+
+
+def one(names, column, kind="equal", error=0.0, **others):
+    return {
+        "family": "optimizers",
+        "names": names,
+        "column": column,
+        "kind": kind,
+        "error": error,
+        "text": "",
+        "link": "",
+        **others,
+    }
+
+
+def test_rows_and_reasons():
+    found = [
+        one(["Adam", "SGD"], "all-reduce", error=3e-8),
+        one(["Adam"], "all-reduce", error=2e-7),
+        one(["Muon"], "hybrid", "refused", text="It needs whole tensors.", link="hybrid.md"),
+        one(["SGD"], "XLA", "wrong", 0.5),
+    ]
+    exempt = {"callbacks": {"OrbaxCheckpoint": "needs Orbax"}}
+    text = page.text(found, "Keras 3", exempt, datetime.date(2026, 11, 29))
+    assert "Of 5 cells: 3 equal, 1 refused, 1 wrong." in text
+    assert "| `Adam` | 1e-6 | - |" in text and "| `SGD` | 1e-7 | - |" in text
+    assert "- `Muon` (hyb): It needs whole tensors. ([more](hybrid.md))" in text
+    assert "| WRONG |" in text
+    assert "- Not run: `OrbaxCheckpoint`: needs Orbax" in text
