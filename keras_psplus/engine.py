@@ -115,9 +115,10 @@ class Engine:
     Attributes:
         is_distributed: Whether several replicas, or a chief and its workers, train together.
         evaluates: Whether `evaluate` or `predict` runs.
+        hands_over: Whether steps hand gradients over to those who apply them later.
     """
 
-    is_distributed = evaluates = False
+    is_distributed = evaluates = hands_over = False
     # Names of methods by names of calls.
     _answers: ClassVar[dict[str, str]] = {}
 

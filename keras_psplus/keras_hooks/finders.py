@@ -96,6 +96,12 @@ def of_step(_: Any = None) -> Engine | None:
     return None if step is None else step.engine
 
 
+def of_handed_over(_: Any = None) -> Engine | None:
+    """As `of_step`, of an engine whose steps hand gradients over, and apply them later."""
+    engine = of_step()
+    return engine if engine is not None and engine.hands_over else None
+
+
 def of_layer_call(_: Any = None) -> Engine | None:
     """As `of_step`; or the engine of a worker's step that XLA compiles parts of."""
     engine, current = of_step(), compiled_calls.current()

@@ -4,8 +4,15 @@ Stock Keras clips each replica's own gradients and sums them afterwards, which n
 would do. The order is written down in `core/gradient_path.py`.
 """
 
+import keras
+
 from keras_psplus.core import gradient_path
-from keras_psplus.keras_hooks.finders import of_applied, of_optimizer, of_variables
+from keras_psplus.keras_hooks.finders import (
+    of_applied,
+    of_handed_over,
+    of_optimizer,
+    of_variables,
+)
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
     base_optimizer,
@@ -16,6 +23,8 @@ from keras_psplus.keras_internals.keras_parts import (
 _BASE = base_optimizer.BaseOptimizer
 _TF = tf_optimizer.TFOptimizer
 _LOSS_SCALE = loss_scale_optimizer.LossScaleOptimizer
+# Not in all versions of Keras.
+_OF_SEVERAL = [one for one in [getattr(keras.optimizers, "MultiOptimizer", None)] if one]
 
 HOOKS = (
     Hook(
@@ -55,6 +64,17 @@ HOOKS = (
             "`updates=` says when to step; synchronous workers hand their gradients over",
         )
         for owner in (_BASE, _LOSS_SCALE)
+    ),
+    *(
+        Hook(
+            owner,
+            "apply",
+            ["self", "grads", "trainable_variables"],
+            of_handed_over,
+            "apply",
+            "synchronous workers hand the gradients of all its optimizers over, and count one step",
+        )
+        for owner in _OF_SEVERAL
     ),
     Hook(
         _TF,

@@ -50,6 +50,7 @@ class ParameterServerEngine(DistributedEngine):
     """Engine of a chief that sends steps to workers."""
 
     can_run_eagerly = False
+    hands_over = True
     compiled_function = ServedFunction
     exports_copies = True
 

@@ -82,8 +82,7 @@ def refuse_traced(call: Call, what: str) -> NoReturn:
 
 def copied(variable: keras.Variable) -> tf.Variable:
     """A variable of this process with a Keras variable's value."""
-    # Pipelines have no value yet until a model is cut into stages.
-    value = variable.numpy() if variable._value is None else variable._value.numpy()
+    value = variable._value.numpy()
     return tf.Variable(value, trainable=variable.trainable, name=variable.name)
 
 
@@ -95,6 +94,10 @@ def with_copies(model: Any, copy: Callable[[keras.Variable], Any]) -> Iterator[l
         model: A model, or an archive of functions.
         copy: Function of a variable that returns that of its value.
     """
+    for variable in model.variables:
+        # Pipelines make a variable when it is read, or a model is cut into stages.
+        if variable._value is None:
+            variable.numpy()
     before = [(variable, variable._value) for variable in model.variables]
     try:
         for variable, _ in before:

@@ -203,7 +203,10 @@ def _needs_whole(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer computes with a gradient before it updates the variable's shards."""
     inner = unwrapped(optimizer)
     return bool(
-        inner is not optimizer or inner.gradient_accumulation_steps or inner.loss_scale_factor
+        inner is not optimizer
+        or inner.gradient_accumulation_steps
+        or inner.loss_scale_factor
+        or any(_needs_whole(one) for one in getattr(inner, "optimizers", ()))
     )
 
 
