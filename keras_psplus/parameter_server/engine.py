@@ -40,6 +40,7 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     is_on_ps,
 )
 from keras_psplus.parameter_server.transport import dynamic_table, server_side
+from keras_psplus.parameter_server.transport.reads import parts_of
 from keras_psplus.parameter_server.updates import worker_updates
 from keras_psplus.tables import local
 from keras_psplus.tables.row_variable import is_keyed
@@ -265,6 +266,20 @@ class ParameterServerEngine(DistributedEngine):
             grads = losses.gradient_of_own_mean(call)
             return step.note_inside(grads, call.get("sources"))
         return losses.note_gradients(call, losses.gradient(call), step, step.note)
+
+    @answers("build_optimizer")
+    def _build_optimizer(self, call: Call) -> Any:
+        optimizer, variables = call.owner, call.get("variables")
+        cut = [one for one in variables if len(parts_of(one._value)) > 1]
+        if cut and isinstance(optimizer, keras.optimizers.Adafactor):
+            raise ValueError(
+                "Adafactor computes with whole rows and columns of a weight, and shards of a "
+                "variable are updated one by one. Pass `variable_partitioner=None` to the strategy "
+                "to keep variables whole, or take another optimizer. "
+                f"Received: {optimizer.name} for {cut[0].path}, in {len(parts_of(cut[0]._value))} "
+                "shards"
+            )
+        return super()._build_optimizer(call)
 
     def apply(self, call: Call) -> Any:
         strategy, step, optimizer = self.strategy, WorkerReplicaStep.current(), call.owner

@@ -54,7 +54,37 @@ _NO_ROWS = (
     *("optimizers with arguments: ScheduleFreeAdamW", "optimizers with arguments: MultiOptimizer"),
 )
 
+# Of variables in shards.
+_WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muon"
+
 DECISIONS = [
+    *(
+        _by_design(
+            "*",
+            title,
+            ("sync servers, cut", "async servers, cut"),
+            "The optimizer sees each shard of a variable as a variable of its own.",
+            "parameter_server.md#limits",
+        )
+        for title in (*_WHOLE, "optimizers: Optimizer")
+    ),
+    *(
+        _refused(
+            "*",
+            title,
+            ("sync servers, cut",),
+            "It computes with whole rows and columns: keep variables whole.",
+            "parameter_server.md#limits",
+        )
+        for title in ("optimizers: Adafactor", "optimizers with arguments: Adafactor")
+    ),
+    _refused(
+        "layers",
+        "layers: TFSMLayer",
+        ("pipeline",),
+        "Its function goes on reading the variables that it was loaded with: do not train it.",
+        "pipeline.md#limits",
+    ),
     *(
         _refused(
             "*",

@@ -110,6 +110,14 @@ def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) 
     if parts == 1 and not in_stages:
         return
     for layer in model._flatten_layers():
+        if in_stages and isinstance(layer, keras.layers.TFSMLayer) and layer.trainable_weights:
+            raise ValueError(
+                f"The layer '{layer.name}' calls a function of a SavedModel, which goes on reading "
+                "the variables that it was loaded with, and stages train copies of them. Set "
+                "`layer.trainable = False`, or train it under another strategy. "
+                f"Received: {layer.name}, a TFSMLayer with {len(layer.trainable_weights)} "
+                "trainable weights"
+            )
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ValueError(
                 f"The layer '{layer.name}' is stateful: it goes on with the state of each row of "
