@@ -66,7 +66,7 @@ def outcomes(title, column):
     """Returns the outcomes of a bundle's names in a column."""
     names = BUNDLES[title].names
     whole = _outcome(title, names, column)
-    if whole.kind in ("equal", "by design") or len(names) == 1:
+    if whole.kind != "wrong" or len(names) == 1:
         return [whole]
     alone = [_outcome(title, (name,), column) for name in names]
     if all(one.kind == "equal" for one in alone) and whole.kind == "wrong":
