@@ -12,19 +12,12 @@ from tests.support.tiers import extended
 EXACT = [
     compression.Int8(),
     compression.TopK(0.01, warmup_epochs=3, steps_per_epoch=2),
-    *extended(
-        compression.Cast("bfloat16"),
-        compression.Cast("float16"),
-        compression.Int8(block_size=32),
-        compression.TopK(0.01),
-        compression.RandomK(0.1),
-    ),
+    *extended(compression.Cast("bfloat16"), compression.RandomK(0.1)),
 ]
 # These send magnitudes that are others' as well, and the difference is rounded.
 ROUNDED = [
     compression.Sign(block_size=32),
     compression.PowerSGD(4, start_step=4),
-    *extended(compression.Sign(), compression.PowerSGD(1), compression.PowerSGD(4)),
 ]
 SHAPE = [80, 60]
 
@@ -61,16 +54,8 @@ def test_nothing_is_lost_but_what_float32_rounds(inner):
     assert compressed == 8 - inner.start_step
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        compression.Sign(block_size=64),
-        *extended(compression.Cast("float16"), compression.Int8(), compression.TopK(0.1)),
-        *extended(compression.RandomK(0.1), compression.PowerSGD(2)),
-    ],
-    ids=repr,
-)
-def test_what_arrives_sums_up_to_what_was_sent(inner):
+def test_what_arrives_sums_up_to_what_was_sent():
+    inner = compression.Sign(block_size=64)
     feedback = compression.ErrorFeedback(inner)
     rng = np.random.default_rng(0)
     gradient = rng.normal(size=[30, 20]).astype("f4")

@@ -46,15 +46,6 @@ def test_the_first_gradients_of_an_attempt_count():
     assert attempts.begin(shares=1, workers=1).wanted == 1
 
 
-def test_an_attempt_is_void_once_an_admitted_share_is_computed_again():
-    attempt = Attempt(stamp=1, wanted=2)
-    assert attempt.admit(0)
-    assert not attempt.admit(0)
-    assert attempt.is_void
-    assert attempt.is_over
-    assert not attempt.admit(1)
-
-
 def test_many_threads_ask_and_few_are_admitted():
     attempt = Attempt(stamp=1, wanted=3)
     admitted = []

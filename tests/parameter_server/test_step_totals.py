@@ -22,15 +22,6 @@ def test_a_share_that_is_computed_again_voids_its_attempt():
     assert attempts.begin(2, 2).stamp > first.stamp
 
 
-def test_only_so_many_gradients_count_as_are_wanted():
-    attempt = StepAttempts(backup_workers=1).begin(3, 3)
-    assert [attempt.admit(share) for share in (2, 0, 1)] == [True, True, False]
-    for share in (2, 0):
-        assert not attempt.is_over
-        attempt.finish(share, "vector")
-    assert attempt.is_over and not attempt.is_void
-
-
 def test_shares_count_by_their_rows():
     kinds = {"total": [10.0], "state": [1.0], "seed": [5, 0]}
     variables = [

@@ -1,20 +1,14 @@
 """Followers of a table's changes have its rows, on one server and on two."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.tables import changes
-from tests.support.tiers import extended
 from tests.tables.test_store import DIM, Servers, batches, small_chunks
 
 tables = psp.tables
 __all__ = ["small_chunks"]
-EXPIRIES = {
-    "unused": tables.Unused(steps=3),
-    "capacity": tables.Capacity(9) | tables.Norm(0.3),
-}
 
 
 class Follower:
@@ -49,9 +43,8 @@ def check(follower, servers):
     np.testing.assert_array_equal(np.reshape(rows, [-1, DIM]), servers.lookup(keys))
 
 
-@pytest.mark.parametrize("expire, count", [("capacity", 2), *extended(("unused", 1))])
-def test_changes_add_up_to_the_table(expire, count):
-    servers = Servers(expire=EXPIRIES[expire], count=count)
+def test_changes_add_up_to_the_table():
+    servers = Servers(expire=tables.Capacity(9) | tables.Norm(0.3), count=2)
     often, seldom = Follower(servers), Follower(servers)
     gone = sent = 0
     for step, (keys, gradient) in enumerate(batches()):
