@@ -18,14 +18,6 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 ROWS, BATCH, EPOCHS = 18, 8, 2
 
 
-class NormalizedAdam(O.Adam):
-    """An optimizer of a user's, whose update needs the norm of a whole gradient."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        norm = tf.norm(tf.convert_to_tensor(gradient))
-        super().update_step(gradient / (1e-7 + norm), variable, learning_rate)
-
-
 class CountingSGD(O.SGD):
     """An optimizer of a user's with a variable that all updates change."""
 
@@ -48,18 +40,9 @@ OPTIMIZERS = {
     "sgd": lambda: O.SGD(0.05),
     "momentum_clipnorm": lambda: O.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=0.1),
     "adam": lambda: O.Adam(1e-2),
-    "adam_clipvalue": lambda: O.Adam(1e-2, amsgrad=True, clipvalue=0.01),
     "adamw": adamw,
-    "rmsprop": lambda: O.RMSprop(1e-3, momentum=0.9, centered=True),
-    "nadam": lambda: O.Nadam(1e-3),
-    "adamax": lambda: O.Adamax(1e-3),
     "adagrad": lambda: O.Adagrad(1e-2),
-    "adadelta": lambda: O.Adadelta(1.0),
-    "ftrl": lambda: O.Ftrl(1e-2, l1_regularization_strength=1e-3),
-    "lion": lambda: O.Lion(1e-3),
-    "schedule_free": lambda: O.ScheduleFreeAdamW(1e-2, warmup_steps=3),
     "average": lambda: O.Adam(1e-2, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
-    "accumulate": lambda: O.Adagrad(1e-2, gradient_accumulation_steps=2, use_ema=True),
     "loss_scale": lambda: O.LossScaleOptimizer(
         O.Adam(1e-2, global_clipnorm=1.0), initial_scale=256.0, dynamic_growth_steps=3
     ),
@@ -68,9 +51,6 @@ OPTIMIZERS = {
         1e-2, global_clipnorm=0.5, weight_decay=0.1, use_ema=True, adam_weight_decay=0.01
     ),
     "adafactor": lambda: O.Adafactor(1e-2),
-    "lamb": lambda: O.Lamb(1e-2, clipnorm=0.1),
-    "lamb_accumulate": lambda: O.Lamb(1e-2, gradient_accumulation_steps=3),
-    "normalized": lambda: NormalizedAdam(1e-2),
     # Whole on all.
     "counting": lambda: CountingSGD(1e-3),
 }
@@ -167,12 +147,6 @@ def made_of_two(x):
     model.optimizer.build(model.first.trainable_variables)
     model.other.build(model.second.trainable_variables)
     return model
-
-
-def two_optimizers():
-    x = numbers(ROWS, 7)
-    model = made_of_two(x)
-    return left(model, fit(model, x), [model.other])
 
 
 def files(folder=None):

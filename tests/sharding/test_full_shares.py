@@ -12,46 +12,27 @@ from tests.support.tiers import extended
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 TRAINED = ["encoder", "several"]
-MORE = ["tied", "penalty", "repeating", "mixed", "transformer", "remat"]
-# Of bfloat16, sums in another order differ in the third digit.
-TOLERANCES = {"mixed": 3e-2}
 SAID = {
-    "convolutional": "the call of 'batch_normalization': XLA cannot compile its CollectiveGather",
     "branching": "the call of 'writing': it changes weights in shares",
     "several": "the call of 'differentiating': it computes gradients itself",
 }
-OPTIMIZERS = ["embedding/momentum_clipnorm", "counting"]
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *extended(*MORE)])
+@pytest.mark.parametrize("name", [*TRAINED, *extended("repeating")])
 def test_models_equal_one_process(name):
-    equals_one_process("all2", unit_cases.trained, TOLERANCES.get(name, 2e-5), name=name)
+    equals_one_process("all2", unit_cases.trained, name=name)
 
 
-@pytest.mark.parametrize("name", extended("branching", "several", "convolutional", "mixed"))
+@pytest.mark.parametrize("name", extended("branching", "several"))
 def test_compiled_units_equal_one_process(name):
     found = run("all2", unit_cases.trained, name=name, jit_compile=True)
-    # XLA rounds to bfloat16 elsewhere.
-    options = {"jit_compile": True} if name == "mixed" else {}
-    expected = reference(unit_cases.trained, name=name, **options)
-    assert_close(found.first, expected, TOLERANCES.get(name, 2e-5))
+    assert_close(found.first, reference(unit_cases.trained, name=name), 2e-5)
     assert SAID.get(name, "") in found.logs["worker-0"]
 
 
-@pytest.mark.parametrize("name", extended("muon", *OPTIMIZERS))
-def test_optimizers_equal_one_process(name):
-    equals_one_process("all2", cases.trained, name=name)
-
-
-@pytest.mark.extended
-def test_two_optimizers_of_a_step():
-    equals_one_process("all2", cases.two_optimizers)
-
-
-@pytest.mark.parametrize("jit_compile", [True, *extended(False)])
-def test_state_bytes_and_units(jit_compile):
+def test_state_bytes_and_units():
     """Parts of weights, and a step's bytes and gatherings."""
-    results = run("all2", unit_cases.units, same=False, jit_compile=jit_compile)
+    results = run("all2", unit_cases.units, same=False, jit_compile=True)
     found = results["worker-1"]
     np.testing.assert_array_equal(found["kept"], -(-found["whole"] // 2))
     # Backward needs no biases, and what is gathered last is still there.
@@ -63,7 +44,7 @@ def test_state_bytes_and_units(jit_compile):
     assert set(found["apart"]) == {1} and set(found["together"]) == {5}
     assert found["backward"].tolist() == ["kernel", "kernel"]
     # Nothing of backward computes with what forward has gathered, if it was gathered again.
-    assert found["left"] == 0 and (found["functions"] > 0) == jit_compile
+    assert found["left"] == 0 and found["functions"] > 0
     assert results.first["read alone"] == pytest.approx(found["read"])
     assert "in shares: 8 of 8 variables are cut into equal parts" in results.logs["worker-0"]
 
@@ -81,11 +62,6 @@ def test_accumulated_updates_equal_those_of_one_process():
     equals_one_process("all2", cases.accumulated, name="muon")
 
 
-@pytest.mark.extended
-def test_accumulated_rows_equal_those_of_one_process():
-    equals_one_process("all2", cases.accumulated, name="embedding/adagrad")
-
-
 def test_compressed_training_learns_as_much():
     # Backward needs the first kernel again, and the second is still there.
     check_compressed("all2", lambda numbers, encoded: encoded / 2 + numbers + 64 * 96)
@@ -97,13 +73,8 @@ def test_files_go_on_in_one_process(tmp_path):
 
 @pytest.mark.extended
 def test_three_workers_that_keep_weights_equal_one_process():
-    found = run("all3", unit_cases.trained, name="tied", reshard_after_forward=False)
-    assert_close(found.first, reference(unit_cases.trained, name="tied"), 2e-5)
-
-
-@pytest.mark.extended
-def test_three_workers_equal_one_process():
-    equals_one_process("all3", cases.trained, name="muon")
+    found = run("all3", unit_cases.trained, name="encoder", reshard_after_forward=False)
+    assert_close(found.first, reference(unit_cases.trained, name="encoder"), 2e-5)
 
 
 @pytest.mark.extended

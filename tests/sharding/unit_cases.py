@@ -44,14 +44,6 @@ class Block(L.Layer):
         return self.norm(x + self.outside(self.inside(x)))
 
 
-def transformer(blocks=2):
-    inputs = keras.Input((6,), dtype="int32")
-    x = L.Embedding(11, 8, mask_zero=True)(inputs)
-    for _ in range(blocks):
-        x = Block()(x)
-    return keras.Model(inputs, L.Dense(3, dtype="float32")(L.GlobalAveragePooling1D()(x)))
-
-
 class Encoder(L.Layer):
     """A layer with a weight of its own, whose blocks are units."""
 
@@ -79,95 +71,12 @@ def encoder():
     return keras.Model(inputs, last(L.GlobalAveragePooling1D()(x)))
 
 
-def convolutional():
-    inputs = keras.Input((6, 6, 2))
-    # Of groups, which Keras has XLA compute on CPUs.
-    x = L.Conv2D(4, 2, groups=2)(inputs)
-    x = L.Conv2D(5, 3, activation="tanh", kernel_regularizer="l2")(x)
-    x = L.BatchNormalization(synchronized=True)(x)
-    x = L.SeparableConv2D(3, 2, bias_constraint=keras.constraints.MaxNorm(0.01))(x)
-    x = L.GroupNormalization(3)(x)
-    return keras.Model(inputs, L.Dense(3)(L.Flatten()(x)))
-
-
-def recurrent():
-    inputs = keras.Input((5, 4))
-    x = L.LSTM(6, return_sequences=True, activity_regularizer="l2")(inputs)
-    x = L.Bidirectional(L.GRU(3))(x)
-    return keras.Model(inputs, L.Dense(3)(x))
-
-
-class Tied(L.Layer):
-    """Computes its logits with the embedding of another layer."""
-
-    def __init__(self, embedding, **kwargs):
-        super().__init__(**kwargs)
-        self.embedding = embedding
-
-    def call(self, x):
-        return tf.matmul(x, self.embedding.embeddings, transpose_b=True)
-
-
-def tied():
-    """A shared layer, a nested model, a frozen layer, and an embedding that is the last, too."""
-    inputs, shared = keras.Input((6,), dtype="int32"), L.Dense(4, activation="tanh")
-    embedding = L.Embedding(3, 4)
-    x = L.GlobalAveragePooling1D()(embedding(inputs))
-    frozen = L.Dense(4, activation="tanh")
-    nested = keras.Sequential([keras.Input((4,)), L.Dense(5, activation="tanh"), frozen])
-    x = shared(nested(shared(x)))
-    frozen.trainable = False
-    return keras.Model(inputs, Tied(embedding)(x))
-
-
-class Traced(L.Dense):
-    """A layer that computes in a function of its own, which all graphs call."""
-
-    @tf.function
-    def call(self, x):
-        return super().call(x)
-
-
 class Compiled(L.Dense):
     """A layer that has XLA compile its call."""
 
     @tf.function(jit_compile=True)
     def call(self, x):
         return super().call(x)
-
-
-class Penalty(keras.Model):
-    """A model with weights of its own, whose step clips gradients and takes a second one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = L.Dense(5, activation="tanh"), L.Dense(3)
-        self.scale = self.add_weight(shape=(5,), initializer="ones")
-        self.norm = keras.metrics.Mean("norm")
-
-    def call(self, x):
-        return self.second(self.first(x) * self.scale)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y_pred = self(x, training=True)
-                total = tf.reduce_sum(y_pred)
-            slope = inner.gradient(total, x)
-            loss = self.compute_loss(y=y, y_pred=y_pred) + tf.reduce_mean(slope**2)
-        grads = tape.gradient(loss, self.trainable_variables)
-        grads, norm = tf.clip_by_global_norm(grads, 0.5)
-        self.norm.update_state(norm)
-        self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss, "norm": self.norm.result()}
-
-
-def penalty():
-    model = Penalty()
-    model(np.zeros((1, 7), "float32"))
-    return model
 
 
 class Repeating(keras.Model):
@@ -233,24 +142,11 @@ def branching():
     return model
 
 
-def mixed():
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        return transformer(blocks=1)
-    finally:
-        keras.config.set_dtype_policy("float32")
-
-
 class Recomputed(L.Dense):
     """A layer whose activations, and with them its weights, backward computes once more."""
 
     def call(self, x):
         return keras.remat(super().call)(x)
-
-
-def remat():
-    layers = [kind(6, activation="tanh") for kind in (Recomputed, Traced, Recomputed)]
-    return keras.Sequential([keras.Input((7,)), *layers, L.Dense(3)])
 
 
 class Recomputing(L.Layer):
@@ -303,31 +199,18 @@ def several():
     return Several(inputs, x)
 
 
-PREDICTING = "transformer", "branching", "tied", "penalty", "convolutional"
-TOKENS = "transformer", "tied", "mixed", "encoder"
-SHAPES = {"convolutional": (6, 6, 2), "recurrent": (5, 4)}
-MODELS = [transformer, encoder, convolutional, recurrent, tied, branching, penalty, repeating]
-MODELS = {one.__name__: one for one in [*MODELS, mixed, remat, several]}
-# The others have momentum.
-OPTIMIZERS = {
-    "transformer": lambda: O.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
-    "convolutional": lambda: O.SGD(0.05, momentum=0.9, weight_decay=0.1),
-    "recurrent": lambda: O.RMSprop(1e-3),
-    "penalty": lambda: O.Adam(1e-2),
-    "mixed": lambda: O.LossScaleOptimizer(O.SGD(0.05, momentum=0.9)),
-}
+MODELS = {one.__name__: one for one in (encoder, branching, repeating, several)}
 
 
 def trained(name, jit_compile=False, **given):
     """A model that was trained, and of some evaluation and predictions."""
-    optimizer = OPTIMIZERS.get(name, lambda: O.SGD(0.05, momentum=0.9))
     with swapped(**given), each_unit_gathers() if jit_compile else contextlib.nullcontext():
-        model = compiled(MODELS[name](), optimizer(), jit_compile)
-        x = numbers(ROWS, *SHAPES.get(name, (7,)))
-        if name in TOKENS:
-            x = np.random.RandomState(1).randint(0, 3 if name == "tied" else 7, (ROWS, 6))
+        model = compiled(MODELS[name](), O.SGD(0.05, momentum=0.9), jit_compile)
+        x = numbers(ROWS, 7)
+        if name == "encoder":
+            x = np.random.RandomState(1).randint(0, 7, (ROWS, 6))
         initial = model.get_weights()
-        if name not in PREDICTING:
+        if name != "branching":
             found = left(model, fit(model, x))
         else:
             y = np.random.RandomState(2).randint(0, 3, 9)

@@ -1,4 +1,4 @@
-"""Layers with weights in parts inside of loops and branches; unseeded random numbers."""
+"""Layers with weights in parts inside of loops; unseeded random numbers."""
 
 import keras
 import numpy as np
@@ -7,17 +7,15 @@ import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, run
 from tests.support.jobs import run_in_processes
-from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
 
 class Around(keras.layers.Layer):
-    """A layer that calls another one in some kind of control flow."""
+    """A layer that calls another one in a loop."""
 
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
-        self.kind = kind
         self.dense = keras.layers.Dense(4, "tanh", kernel_initializer=keras.initializers.Ones())
 
     def build(self, shape):
@@ -27,21 +25,10 @@ class Around(keras.layers.Layer):
         return shape
 
     def call(self, x):
-        if self.kind == "vectorized_map":
-            return keras.ops.vectorized_map(lambda row: self.dense(row[None])[0], x)
-        if self.kind == "map_fn":
-            return tf.map_fn(lambda row: self.dense(row[None])[0], x)
-        if self.kind == "cond":
-            return tf.cond(tf.reduce_sum(x) > 0, lambda: self.dense(x), lambda: self.dense(-x))
-        if self.kind == "while_loop":
-            loop = tf.while_loop(
-                lambda i, y: i < 2, lambda i, y: (i + 1, self.dense(y)), (tf.constant(0), x)
-            )
-            return loop[1]
-        return keras.ops.map(lambda row: self.dense(row[None])[0], x)
-
-
-KINDS = ["while_loop", *extended("cond", "vectorized_map", "map_fn", "map")]
+        loop = tf.while_loop(
+            lambda i, y: i < 2, lambda i, y: (i + 1, self.dense(y)), (tf.constant(0), x)
+        )
+        return loop[1]
 
 
 def data():
@@ -56,8 +43,8 @@ def model(*layers, **kwargs):
     return one
 
 
-def around(kind):
-    one = model(Around(kind))
+def around():
+    one = model(Around())
     history = one.fit(*data(), batch_size=6, epochs=2, shuffle=False, verbose=0).history
     return one, history | {"predicted": one.predict(data()[0], verbose=0)}
 
@@ -102,9 +89,9 @@ def jacobian():
     return {"message": str(error.value)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_in_loops_and_branches_equal_one_process(kind):
-    equals_one_process("tp2", around, kind=kind)
+# Branches and other loops are in tests/matrix.
+def test_layers_in_loops_equal_one_process():
+    equals_one_process("tp2", around)
 
 
 @pytest.mark.extended

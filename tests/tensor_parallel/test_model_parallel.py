@@ -17,34 +17,24 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
 MODELS = ["mlp/adamw", "own_step"]
-MORE = ["grouped/sgd", "odd/sgd", "table/lamb", "mixed/adam", "gpt2/sgd"]
-# Keras's others are in tests/matrix.
-OPTIMIZERS = ["muon", "lamb_accumulate"]
 SAID = {
     "mlp/adamw": [
         "over 1 x 2 workers: 7 of 11 variables are cut",
         "matched by no weight: ",
         "'adam_w' keeps the slots of 7 cut weights in parts",
     ],
-    "table/lamb": ["'lamb' gathers 5 cut weights and their gradients for each update"],
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *extended(*MORE)])
+@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd")])
 def test_two_workers_equal_one_process(name):
     found = equals_one_process("tp2", cases.trained, name=name)
     for text in SAID.get(name, ()):
         assert text in found.logs["worker-0"]
 
 
-@pytest.mark.parametrize("name", extended(*OPTIMIZERS))
-def test_optimizers_equal_one_process(name):
-    equals_one_process("tp2", shares.trained, name=name)
-
-
-@pytest.mark.parametrize("layout", ["tp2", *extended("tp4")])
-def test_losses_over_classes_that_are_cut(layout):
-    results = run(layout, cases.of_vocabulary)
+def test_losses_over_classes_that_are_cut():
+    results = run("tp2", cases.of_vocabulary)
     # Three numbers of each row for a loss, two for its accuracy; outputs of the hidden layer, and
     # the logits of which one metric needs all.
     wholes, small = ["[6, 4]", "[4]"], ["[6, 3]", "[6, 2]", *3 * ["[3]", "[2]"]]
@@ -52,22 +42,17 @@ def test_losses_over_classes_that_are_cut(layout):
         # Steps of training and of evaluation.
         assert sorted(found.pop("gathered").tolist()) == sorted(2 * [*small, *wholes])
         text = r"logits of shape \(\w+, 8\) are gathered in each step, as '"
-        assert len(re.findall(text, results.logs[task])) == (task in ("worker-0", "worker-2"))
+        assert len(re.findall(text, results.logs[task])) == (task == "worker-0")
     assert_close(results.first, reference(cases.of_vocabulary), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name, layers",
-    [
-        *extended(("mlp/adamw", {"layer_normalization"}), ("grouped/sgd", {"attention"})),
-    ],
-)
-def test_layers_that_talk_to_no_other_worker_are_compiled(name, layers):
-    found = run("tp2", cases.trained, name=name, jit_compile=True)
-    assert_close(found.first, reference(cases.trained, name=name), TOLERANCE)
+@pytest.mark.extended
+def test_layers_that_talk_to_no_other_worker_are_compiled():
+    found = run("tp2", cases.trained, name="mlp/adamw", jit_compile=True)
+    assert_close(found.first, reference(cases.trained, name="mlp/adamw"), TOLERANCE)
     for log in found.logs.values():
         lines = re.findall("^compiled: (.*)", log, re.MULTILINE)
-        assert layers <= {one for line in lines for one in line.split()}
+        assert "layer_normalization" in {one for line in lines for one in line.split()}
 
 
 def test_each_worker_has_its_part():
@@ -83,23 +68,13 @@ def test_each_worker_has_its_part():
         assert_close(found, expected, TOLERANCE)
 
 
-@pytest.mark.extended
-def test_workers_of_a_row_compute_alike():
-    # In half precision, one process rounds in another order.
-    found = run("tp2", cases.trained, name="mixed_precision/sgd")
-    assert np.isfinite(found.first["history/loss"]).all()
-
-
 @pytest.mark.parametrize("other", ["plain", *extended("tp4")])
 def test_files_go_on_elsewhere(other, tmp_path):
     check_files("tp2", tmp_path, other)
 
 
-@pytest.mark.parametrize(
-    "layout, name", [("tp2", "places"), *extended(("tp4", "embedding/adagrad"))]
-)
-def test_accumulated_rows_equal_those_of_one_process(layout, name):
-    equals_one_process(layout, shares.accumulated, name=name)
+def test_accumulated_rows_equal_those_of_one_process():
+    equals_one_process("tp2", shares.accumulated, name="places")
 
 
 @pytest.mark.extended
@@ -108,9 +83,8 @@ def test_accumulated_updates_equal_those_of_one_process():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["own_step", "mlp/accumulate"])
-def test_rows_divide_batches(name):
-    equals_one_process("tp4", cases.trained, name=name)
+def test_rows_divide_batches():
+    equals_one_process("tp4", cases.trained, name="own_step")
 
 
 @pytest.mark.extended
