@@ -103,14 +103,6 @@ def skips():
     return Task(keras.Model(inputs, layers.Dense(3)(layers.Concatenate()([third, inputs]))))
 
 
-def shared():
-    twice = layers.Dense(12, activation="tanh")
-    inputs = outputs = keras.Input((12,))
-    for layer in (twice, layers.Dense(12), twice, layers.Dense(3)):
-        outputs = layer(outputs)
-    return Task(keras.Model(inputs, outputs))
-
-
 class Tied(keras.Model):
     """Uses a table again, in another layer's place, and adds up between layers."""
 
@@ -131,35 +123,10 @@ def tied():
     return Task(Tied(), TOKENS)
 
 
-class AddsLoss(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(12)
-
-    def call(self, x):
-        h = self.dense(x)
-        self.add_loss(0.1 * keras.ops.mean(h**2))
-        return h
-
-
-def losses_of_layers():
-    stack = [AddsLoss(), layers.Dense(8), AddsLoss(), layers.Dense(3)]
-    return Task(keras.Sequential(stack))
-
-
 def masks():
     """A mask goes from stage to stage, and to a loop, which XLA does not compile."""
     stack = [layers.Embedding(40, 8, mask_zero=True), layers.Dense(8, "tanh")]
     return Task(keras.Sequential([*stack, layers.SimpleRNN(8), layers.Dense(3)]), PADDED)
-
-
-def attention():
-    inputs = keras.Input((9,), dtype="int32")
-    h = layers.Embedding(40, 16)(inputs)
-    attended = layers.MultiHeadAttention(2, 8)(h, h, use_causal_mask=True)
-    h = layers.LayerNormalization()(layers.Add()([h, attended]))
-    outputs = layers.Dense(3)(layers.GlobalAveragePooling1D()(h))
-    return Task(keras.Model(inputs, outputs), TOKENS)
 
 
 class Slope(layers.Layer):
@@ -197,14 +164,6 @@ def nested():
     inner = keras.Sequential([layers.Dense(16, activation="relu"), layers.Dense(8)], name="inner")
     inputs = keras.Input((12,))
     return Task(keras.Model(inputs, layers.Dense(3)(inner(inputs))))
-
-
-def two_outputs():
-    inputs = keras.Input((12,))
-    h = layers.Dense(8, activation="tanh")(inputs)
-    outputs = {name: layers.Dense(3, name=name)(h) for name in ("a", "b")}
-    losses, targets = dict.fromkeys(outputs, CROSSENTROPY), {"a": Y, "b": (Y + 1) % 3}
-    return Task(keras.Model(inputs, outputs), y=targets, loss=losses, metrics=None)
 
 
 class OwnStep(keras.Sequential):
@@ -299,16 +258,8 @@ def weighted(reduction):
     return skips()._replace(loss=loss, options={"sample_weight": weights})
 
 
-def summed():
-    return weighted("sum")
-
-
 def mean_with_sample_weight():
     return weighted("mean_with_sample_weight")
-
-
-def sum_over_batch_size():
-    return weighted("sum_over_batch_size")
 
 
 def ignored_class():
@@ -324,15 +275,6 @@ def of_rows(y, p):
 
 def loss_of_rows():
     return small(loss=of_rows, metrics=None)
-
-
-class OwnLoss(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return of_rows(y, y_pred) / 100 + tf.reduce_sum(tf.reduce_mean(y_pred, 0) ** 2)
-
-
-def own_loss():
-    return small(OwnLoss, loss="mse", metrics=None)
 
 
 class Counts(layers.Layer):
@@ -359,10 +301,3 @@ def spectral():
     stack = [layers.Dense(12, use_bias=False), layers.BatchNormalization(), layers.Dropout(0.3)]
     stack += [layers.SpectralNormalization(layers.Dense(8)), layers.Dense(3)]
     return Task(keras.Sequential(stack))
-
-
-def noisy():
-    cell = layers.SimpleRNN(8, dropout=0.2, return_sequences=True)
-    stack = [layers.Embedding(40, 8), layers.SpatialDropout1D(0.2), cell]
-    stack += [layers.GlobalAveragePooling1D(), layers.Dense(8, activity_regularizer="l2")]
-    return Task(keras.Sequential([*stack, layers.Dropout(0.5), layers.Dense(3)]), TOKENS)

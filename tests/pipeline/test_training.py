@@ -11,7 +11,6 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.step import step_function
-from keras_psplus.tf_internals import context
 from tests.pipeline import models
 from tests.pipeline.models import CROSSENTROPY, RANDOM, Task, X, Y, check_equal, layers, train
 from tests.support.tiers import extended
@@ -29,33 +28,20 @@ WAYS = [
     ("loss_of_rows",),
 ]
 MORE_WAYS = [
-    ("attention", RECOMPUTED),
-    ("masks",),
-    ("losses_of_layers", RECOMPUTED, GPIPE),
     ("same_twice", COMPILED, GPIPE),
     ("frozen", TWO, RECOMPUTED),
-    ("two_outputs", EVALUATED),
     ("other_numbers_of_rows",),
     ("ignored_class",),
     ("masks", COMPILED),
     ("skips", RECOMPUTED, TWO),
-    ("shared", RECOMPUTED),
-    ("shared", COMPILED),
-    ("attention", GPIPE, COMPILED),
-    ("masks", TWO, GPIPE),
-    ("nested", RECOMPUTED),
     ("on_graph",),
     ("masked_losses",),
-    ("summed", GPIPE),
-    ("sum_over_batch_size", GPIPE),
-    ("own_loss",),
 ]
 # Why the batch is trained whole, or by the other schedule.
 SAID = {
     "own_step": "it has its own `train_step`",
     "masked_losses": 'schedule "gpipe" instead of "1f1b": its outputs have masks',
     "loss_of_rows": 'by schedule "gpipe" instead of "1f1b"',
-    "own_loss": 'by schedule "gpipe" instead of "1f1b"',
 }
 
 
@@ -109,23 +95,6 @@ def test_stages_do_what_the_schedule_says(name, pipeline, monkeypatch):
 def test_of_fewer_rows_than_microbatches_each_is_one(pipeline):
     model, _, predicted = train(pipeline(2, microbatches=8), models.nested, batch_size=4, epochs=1)
     np.testing.assert_allclose(predicted, model.predict(X, batch_size=3, verbose=0), atol=1e-5)
-
-
-@pytest.mark.extended
-def test_calls_with_other_numbers_of_rows_than_all_batches_have(pipeline):
-    def run(strategy):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = models.Mixes()
-            model.compile(keras.optimizers.SGD(0.1), CROSSENTROPY)
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16, drop_remainder=True)
-        history = model.fit(data, epochs=2, verbose=0).history
-        return model, history, model.predict(X, verbose=0)
-
-    with psp.single_process():
-        expected = run(tf.distribute.get_strategy())
-    check_equal(run(pipeline(2, microbatches=3)), expected)
 
 
 def test_an_optimizer_that_is_built_before_trains_as_well(pipeline, tmp_path):
@@ -223,35 +192,6 @@ def test_the_plan_says_what_it_comes_to(pipeline):
     assert "'sequential" in str(strategy.plan)
 
 
-@pytest.mark.parametrize("order", extended("pipedream", "1f1b"))
-def test_what_a_callback_writes_is_there_before_the_next_step(pipeline, monkeypatch, order):
-    """On another process's device, an eager assignment is sent, and may come after the step."""
-    events, strategy = [], pipeline(schedule=order)
-    made_with = strategy.engine.context
-    finish = made_with.finish_writes
-    monkeypatch.setattr(
-        context.context(), "sync_executors", lambda: events.append("sync"), raising=False
-    )
-
-    def finish_writes():
-        events.append("about to run")
-        finish()
-
-    monkeypatch.setattr(made_with, "finish_writes", finish_writes)
-
-    class Writes(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.set_weights(self.model.get_weights())
-            events.append("written")
-
-    train(strategy, models.skips, callbacks=[Writes()])
-    written = [i for i, event in enumerate(events) if event == "written"]
-    assert len(written) == 8
-    for i in written:
-        next_step = events.index("about to run", i)
-        assert events[next_step + 1] == "sync"
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_states_of_rows_are_refused(pipeline, count):
     with pipeline(microbatches=count).scope():
@@ -260,43 +200,3 @@ def test_states_of_rows_are_refused(pipeline, count):
         model = keras.Model(inputs, layers.Dense(3)(h))
         with pytest.raises(ValueError, match="'gru.*' is stateful.*to micro-batches.*Received"):
             model.compile("sgd", CROSSENTROPY)
-
-
-class Adversarial(keras.Model):
-    """Two models, two optimizers, nothing built, and no `call`."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(12)])
-        self.judge = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(1)])
-        self.of_made = keras.optimizers.SGD(0.02, momentum=0.5)
-
-    def train_step(self, x):
-        for real, optimizer, model in (
-            (0.0, self.optimizer, self.judge),
-            (1.0, self.of_made, self.made),
-        ):
-            with tf.GradientTape() as tape:
-                scores = self.judge(self.made(x[:, :3]))
-                loss = tf.reduce_mean((scores - real) ** 2 + (self.judge(x) - 1.0) ** 2)
-            weights = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
-
-
-@pytest.mark.extended
-def test_two_models_and_optimizers_that_work_against_each_other(pipeline):
-    def history(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = Adversarial()
-            # Small steps: they magnify rounding.
-            model.compile(keras.optimizers.SGD(0.01))
-        options = {"batch_size": 16, "epochs": 2, "verbose": 0, "shuffle": False}
-        return model.fit(X, **options).history["loss"], model.get_weights()
-
-    loss, weights = history(tf.distribute.get_strategy())
-    found_loss, found = history(pipeline(schedule="1f1b"))
-    np.testing.assert_allclose(found_loss, loss, rtol=2e-6)
-    for own, other in zip(found, weights, strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-6, atol=2e-6)
