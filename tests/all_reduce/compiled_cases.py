@@ -22,15 +22,6 @@ def dense():
     return keras.Model(tokens, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
 
 
-def recurrent():
-    """A loop in the middle of what can be compiled, and words before it."""
-    words = keras.Input((6,), dtype="string")
-    h = layers.Embedding(20, 8)(layers.Hashing(20)(words))
-    h = layers.LSTM(4)(layers.Dense(6, "tanh", activity_regularizer="l1")(h))
-    h = layers.Concatenate()([h, layers.Dense(2)(h)])
-    return keras.Model(words, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
-
-
 def noisy():
     """Random numbers and averages, which layers keep in variables, and losses that they add."""
     inputs = h = keras.Input((5,))
@@ -96,25 +87,20 @@ class Pair(keras.Model):
         return {"loss": loss}
 
 
-def data_of(name, rows):
+def data_of(name, rows=8):
     random = np.random.default_rng(0)
     if name == "Pair":
         return random.normal(size=(rows, 5)).astype("f"), random.normal(size=(rows, 1)).astype("f")
     x = random.integers(0, 20, (rows, 6))
     if name in ("noisy", "branching", "penalised"):
         x = random.normal(size=(rows, 5)).astype("f")
-    if name == "recurrent":
-        x = tf.strings.as_string(x)
     return x, {"a": random.integers(0, 3, rows), "b": random.normal(size=(rows, 2)).astype("f")}
 
 
-def trained(name, rows=8, jit_blocks=None):
-    """Trains a model, by the name of its function, and counts the calls that are compiled.
-
-    XLA compiles once more for each other number of rows in a batch.
-    """
+def trained(name, jit_blocks=None):
+    """Trains a model, by the name of its function, and counts the calls that are compiled."""
     counts = []
-    x, y = data_of(name, rows)
+    x, y = data_of(name)
     # Adam would scale up what is left of gradients that are zero, as of an attention's biases.
     model, optimizer = globals()[name](), keras.optimizers.SGD(0.1, 0.9)
     losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"
@@ -126,9 +112,6 @@ def trained(name, rows=8, jit_blocks=None):
         validated = {"validation_data": (x, y)} if name in ("branching", "penalised") else {}
         options = {"epochs": 2, "shuffle": False, "verbose": 0} | validated
         logs = dict(model.fit(x, y, 8, **options).history)
-        if rows % 8:
-            logs["evaluated"] = model.evaluate(x, y, 8, verbose=0)
-            logs |= model.predict(x, 8, verbose=0)
     return model, logs | ({"calls": counts[-1]} if counts else {})
 
 

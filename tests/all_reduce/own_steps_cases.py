@@ -18,8 +18,6 @@ ROWS, BATCH = 25, 8
 class OwnStep(keras.Model):
     """A small model with an embedding; `change` is what its step does with gradients."""
 
-    optimizer_class = keras.optimizers.SGD
-
     def __init__(self):
         super().__init__()
         self.embed = keras.layers.Embedding(6, 3)
@@ -59,21 +57,6 @@ class ClipByGlobalNorm(OwnStep):
         return tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
-class ClipByValueOrNormalise(OwnStep):
-    """Every second one by value; the others to a norm of one."""
-
-    def change(self, gradients):
-        dense = [tf.convert_to_tensor(g) for g in gradients]
-        clipped = [tf.clip_by_value(g, -0.01, 0.02) for g in dense]
-        normalised = [g / (tf.norm(g) + 1e-6) for g in dense]
-        return [(clipped, normalised)[i % 2][i] for i in range(len(dense))]
-
-
-class OneOfThemClipped(OwnStep):
-    def change(self, gradients):
-        return [*gradients[:-1], tf.clip_by_norm(gradients[-1], 0.01)]
-
-
 class RowsClipped(OwnStep):
     """`tf.IndexedSlices` that stay so."""
 
@@ -83,59 +66,12 @@ class RowsClipped(OwnStep):
         return [tf.IndexedSlices(values, first.indices, first.dense_shape), *gradients[1:]]
 
 
-class SharpnessAware(OwnStep):
-    """Foret et al., "Sharpness-Aware Minimization", ICLR 2021."""
-
-    def train_step(self, data):
-        x, y = data
-        weights = self.trainable_variables
-        loss, gradients = self.gradients(x, y)
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
-        norm = tf.linalg.global_norm(gradients)
-        steps = [0.05 * g / (norm + 1e-12) for g in gradients]
-        for weight, step in zip(weights, steps):
-            weight.assign_add(step)
-        _, gradients = self.gradients(x, y)
-        for weight, step in zip(weights, steps):
-            weight.assign_sub(step)
-        self.optimizer.apply(gradients, weights)
-        return {"loss": loss}
-
-
-class LoggedBefore(OwnStep):
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self.gradients(x, y)
-        norm = tf.linalg.global_norm(gradients[1:])
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "norm": norm}
-
-
 class LoggedAfter(OwnStep):
     def train_step(self, data):
         x, y = data
         loss, gradients = self.gradients(x, y)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss, "norm": tf.linalg.global_norm(gradients[1:])}
-
-
-class LoggedOnly(OwnStep):
-    """Of the embedding, which is not trained."""
-
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self.gradients(x, y)
-        self.optimizer.apply(gradients[1:], self.trainable_variables[1:])
-        return {"loss": loss, "norm": tf.norm(tf.convert_to_tensor(gradients[0]))}
-
-
-class ClippingSGD(keras.optimizers.SGD):
-    def apply(self, grads, trainable_variables=None):
-        return super().apply(tf.clip_by_global_norm(grads, 0.1)[0], trainable_variables)
-
-
-class OwnOptimizer(OwnStep):
-    optimizer_class = ClippingSGD
 
 
 class SavedWithinAccumulation(OwnStep):
@@ -180,37 +116,6 @@ class GradientsInFunction(OwnStep):
         return super().gradients(x, y)
 
 
-class InBranch(OwnStep):
-    """Clipped and applied in a branch of the graph."""
-
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self.gradients(x, y)
-        self.optimizer.build(self.trainable_variables)
-        clipped = lambda: tf.clip_by_global_norm(gradients, 0.1)[0]  # noqa: E731
-
-        def apply():
-            self.optimizer.apply(clipped(), self.trainable_variables)
-            return 0
-
-        tf.cond(self.optimizer.iterations.value < 100, apply, lambda: 0)
-        return {"loss": loss}
-
-
-class TwoOptimizers(OwnStep):
-    """As in a GAN: each of its tapes has variables of its own."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        first, second = self.trainable_variables[:2], self.trainable_variables[2:]
-        ours, theirs = tape.gradient(loss, first), tape.gradient(loss, second)
-        self.other.apply(tf.clip_by_global_norm(theirs, 0.1)[0], second)
-        self.optimizer.apply(ours, first)
-        return {"loss": loss}
-
-
 class ChangedInFunction(OwnStep):
     @tf.function
     def gradients(self, x, y):
@@ -243,18 +148,6 @@ class KeptInVariables(OwnStep):
             return 0
 
         tf.cond(self.batches.value % 2 == 0, apply, lambda: 0)
-        return {"loss": loss}
-
-
-class OwnMomentum(OwnStep):
-    make_variables = KeptInVariables.make_variables
-
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = self.gradients(x, y)
-        for total, gradient in zip(self.sums, gradients):
-            total.assign(0.5 * total + tf.convert_to_tensor(gradient))
-        self.optimizer.apply([total.value for total in self.sums], self.trainable_variables)
         return {"loss": loss}
 
 
@@ -332,12 +225,6 @@ class RowsVectorized(RowByRow):
         return tf.vectorized_map(self.of_row, (x, y))
 
 
-class RowsInLoop(RowByRow):
-    def of_rows(self, x, y, variables):
-        signature = [tf.TensorSpec(v.shape, tf.float32) for v in variables]
-        return tf.map_fn(self.of_row, (x, y), fn_output_signature=signature)
-
-
 class TakenInBranch(OwnStep):
     """Taken and clipped in a branch of the graph, and applied outside."""
 
@@ -388,13 +275,6 @@ class NormAfterLoop(InLoop, ClipByGlobalNorm):
     """Refused: the norm is that of one replica's gradient."""
 
 
-class Noisy(OwnStep):
-    """Random numbers are drawn on each replica."""
-
-    def change(self, gradients):
-        return [tf.convert_to_tensor(g) + tf.random.normal(g.shape) for g in gradients]
-
-
 def trained(
     name, updates=None, momentum=0.5, accumulated=None, loss_scale=None, folder=None, **options
 ):
@@ -414,16 +294,14 @@ def trained(
     with swapped(updates=updates):
         model = globals()[name]()
         model.folder = folder
-        model.other = keras.optimizers.SGD(0.3)
         own = {"momentum": momentum, "gradient_accumulation_steps": accumulated}
-        optimizer = model.optimizer_class(0.5, **own)
+        optimizer = keras.optimizers.SGD(0.5, **own)
         if loss_scale:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=loss_scale)
         model.compile(optimizer, "mse", **options)
         for layer, shape in zip(model.layers, ((None, 2), (None, 6), (None, 4))):
             layer.build(shape)
         model.optimizer.build(model.trainable_variables)
-        model.other.build(model.trainable_variables[2:])
         model.make_variables()
         fit = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         history = model.fit(x, y, callbacks=model.make_callbacks(), **fit).history
