@@ -58,6 +58,14 @@ _NO_ROWS = (
 _WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muon"
 
 DECISIONS = [
+    Decision(
+        "by design",
+        "callbacks",
+        ("Callback",),
+        ("async servers",),
+        "Logs of a batch are those of the furthest batch whose step has come back.",
+        "parameter_server.md",
+    ),
     *(
         _by_design(
             "*",
