@@ -58,6 +58,13 @@ _NO_ROWS = (
 _WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muon"
 
 DECISIONS = [
+    _by_design(
+        "arguments of optimizers",
+        "optimizers with arguments: Adam, accumulated",
+        ("async servers",),
+        "Sums of gradients are kept by the workers; weights are those of one process.",
+        "parameter_server.md#limits",
+    ),
     Decision(
         "by design",
         "callbacks",
