@@ -75,42 +75,42 @@ def outcomes(title, column):
 
 
 def _outcome(title, names, column):
-    bundle, (layout, options) = BUNDLES[title], COLUMNS[column]
-    began = time.monotonic()
-    kind, error, text, link = "equal", 0.0, "", ""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {"title": title, "names": list(names)}
-        expected = dict(cluster.reference(training.run, **arguments, reads=True))
-        names_read = [name for name in expected if name.startswith("read/")]
-        reads = {name.partition("/")[2]: expected.pop(name) for name in names_read}
-        file = str(pathlib.Path(folder, "model.keras"))
-        try:
-            given = arguments | options | ({"file": file} if reads else {})
-            results = cluster.run(layout, training.run, seconds=400, **given)
-            found = results.first
-            error, text = _difference(found, expected)
-            if reads and error <= bundle.tolerance:
-                of_file, place = _difference(
-                    cluster.run("plain", training.read, file=file).first, reads
-                )
-                if of_file > error:
-                    error, text = of_file, f"in the file, {place}"
-            if not error <= bundle.tolerance:
-                kind = "wrong"
-        except AssertionError as failure:
-            kind, text = _refusal(str(failure))
+    began, bundle = time.monotonic(), BUNDLES[title]
+    kind, error, text = _result(bundle, names, column)
+    link = ""
     decided = {decisions.of(bundle.family, name, column, title) for name in names}
     [decision] = decided if len(decided) == 1 else [None]
-    if decision and decision.kind == kind == "refused":
+    if decision and (kind == decision.kind or kind == "wrong" and decision.kind == "by design"):
+        # What differs by design is finite numbers.
+        kind = decision.kind if np.isfinite(error) else "wrong"
         text, link = decision.reason, decision.link
-    elif decision and decision.kind == "by design" and kind == "wrong" and np.isfinite(error):
-        kind, text, link = "by design", decision.reason, decision.link
     elif kind == "refused":
         kind = "wrong"
     seconds = round(time.monotonic() - began, 1)
-    return Outcome(
-        title, list(names), column, kind, float(error), text, link, bundle.family, seconds
-    )
+    return Outcome(title, list(names), column, kind, error, text, link, bundle.family, seconds)
+
+
+def _result(bundle, names, column):
+    """`equal`, `refused` or `wrong`, the difference, and where it is or the message."""
+    layout, options = COLUMNS[column]
+    arguments = {"title": bundle.title, "names": list(names)}
+    expected = dict(cluster.reference(training.run, **arguments, reads=True))
+    of_file = [name for name in expected if name.startswith("read/")]
+    of_file = {name.partition("/")[2]: expected.pop(name) for name in of_file}
+    with tempfile.TemporaryDirectory() as folder:
+        file = {"file": str(pathlib.Path(folder, "model.keras"))} if of_file else {}
+        try:
+            results = cluster.run(layout, training.run, seconds=400, **arguments, **options, **file)
+            differences = [_difference(results.first, expected)]
+            if file:
+                read = cluster.run("plain", training.read, **file).first
+                error, place = _difference(read, of_file)
+                differences.append((error, f"{place} in the file"))
+        except AssertionError as failure:
+            kind, message = _refusal(str(failure))
+            return kind, 0.0 if kind == "refused" else float("inf"), message
+    error, place = max(differences)
+    return "equal" if error <= bundle.tolerance else "wrong", error, place
 
 
 def _difference(found, expected):
