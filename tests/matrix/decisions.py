@@ -59,6 +59,13 @@ _WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muo
 
 DECISIONS = [
     _by_design(
+        "programs",
+        "programs: mixed bfloat16 kept in float32",
+        ("XLA",),
+        "XLA rounds less often between operations of 16 bits.",
+        "all_reduce.md#xla",
+    ),
+    _by_design(
         "arguments of optimizers",
         "optimizers with arguments: Adam, accumulated",
         ("async servers",),

@@ -43,7 +43,7 @@ def fingerprint_of(adapter: Any, kind: str) -> Any:
     """
     if kind == "array":
         return _samples(adapter._inputs)
-    if kind == "generator":
+    if kind == "generator" and hasattr(adapter, "_first_batches"):
         return _samples(adapter._first_batches[0])
     if kind == "dataset" and adapter.get_tf_dataset() not in _compared:
         return _hash(adapter.get_tf_dataset())
