@@ -126,20 +126,17 @@ def _split_means(compressor, keys, grads, states, step):
 
 
 NAMES = ["bf16", "int8", "topk", "powersgd", "by_variable"]
-OTHERS = ["topk_warmup", "randomk", "powersgd_late"]
 
 
 def check_weights(name, results):
     workers, found = len(results), weights_of(results.first)
-    # Sums of four are rounded to the 8 bits of bfloat16 on their way, in an order of their own.
-    atol = 5e-4 if name == "bf16" and workers > 2 else 2e-5
     # Sums in another order may fall on the other side of a rounding; nearly all may not.
     for weight, expected in zip(found, simulated(name, workers), strict=True):
-        close = np.isclose(weight, expected, rtol=1e-5, atol=atol)
+        close = np.isclose(weight, expected, rtol=1e-5, atol=2e-5)
         assert close.mean() > 0.99, np.abs(weight - expected).max()
 
 
-@pytest.mark.parametrize("name", [*NAMES, *extended(*OTHERS)])
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_and_bytes_are_those_of_the_compressor(name):
     results = run("ar2", cases.compressed, name=name)
     check_weights(name, results)
@@ -155,7 +152,7 @@ def test_weights_and_bytes_are_those_of_the_compressor(name):
 
 @functools.cache
 def of_embeddings(kind):
-    return run("ar2", cases.embeddings, kind=kind, same=kind != "alone")
+    return run("ar2", cases.embeddings, kind=kind)
 
 
 # How far weights may be from those without a compressor, and the bytes of a row with its index.
@@ -165,8 +162,6 @@ def of_embeddings(kind):
         *extended(("repeated", 1e-6, 24 + 4)),
         # Six bytes are filled up to whole words.
         ("int8", 0.05, 8 + 4 + 4),
-        # What rows would lose of theirs, no later step makes up for.
-        *extended(("topk", 0.1, 24 + 4)),
     ],
 )
 def test_rows_of_embeddings_are_compressed_by_row(kind, tolerance, row_bytes):
@@ -186,12 +181,6 @@ def test_rows_of_embeddings_are_compressed_by_row(kind, tolerance, row_bytes):
     for one, other in zip(weights_of(found), weights_of(none), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
         assert tolerance < 1e-3 or np.any(one != other)
-
-
-@pytest.mark.extended
-def test_rows_of_which_none_are_sent_stay_the_workers_own():
-    first, second = of_embeddings("alone").values()
-    assert not np.array_equal(first["weights/0"], second["weights/0"])
 
 
 # With int8, `test_updates.py` resumes.
@@ -235,7 +224,6 @@ def of_factors(layout, kind):
     "layout, kind, tolerance",
     [
         ("ar2", "all", 2e-6),
-        *extended(("ar2", "of loops", 2e-6), ("ar2", "of no products", 2e-6)),
         *extended(("ar2", "of half no products", 5e-3)),
         *extended(("ar4", "of halves", 2e-2)),
     ],
@@ -245,11 +233,9 @@ def test_factors_add_up_to_the_sum_of_gradients(layout, kind, tolerance):
     assert_all_close(weights_of(results.first), weights_of(exact), 1e-5, tolerance)
     if tolerance > 1e-3:
         assert np.any(results.first["weights/0"] != exact["weights/0"])
-    if "no products" in kind:
-        # It is sent as it is.
-        compressor, size = (None, 4) if kind == "of no products" else ("Cast(dtype='float16')", 2)
-        assert results.first["how first/kernel"] == str(compressor)
-        assert results.first["own bytes first/kernel"][0] == 14 * 64 * 96 * size
+    if kind == "of half no products":
+        assert results.first["how first/kernel"] == "Cast(dtype='float16')"
+        assert results.first["own bytes first/kernel"][0] == 14 * 64 * 96 * 2
     else:
         check_bytes_of_factors(results, FACTORS[kind][0])
 
@@ -282,31 +268,19 @@ def test_variables_of_the_same_path_have_residuals_of_their_own():
     assert_same(list(same.values()), list(unique.values()))
 
 
-ALSO_NOT_FINITE = [("int8", False), ("bf16", False), ("topk", True), ("powersgd", False)]
-ALSO_NOT_FINITE += [("factors", True)]
-
-
-@pytest.mark.parametrize("name, scaled", [("int8", True), *extended(*ALSO_NOT_FINITE)])
+@pytest.mark.parametrize("name, scaled", [("int8", True), *extended(("powersgd", False))])
 def test_numbers_that_are_not_finite_reach_the_optimizer(name, scaled):
     found = run("ar2", cases.not_finite, name=name, scaled=scaled).first
     assert np.isfinite(found["weights/0"]).all() == scaled
 
 
-@pytest.mark.extended
-def test_few_numbers_that_are_not_finite_reach_the_optimizer():
-    wrong = np.isnan(run("ar2", cases.few_not_finite).first["weights/0"])
-    assert wrong[:, 17].all() and wrong.sum() == 400
-
-
-@pytest.mark.parametrize("name", ["powersgd", *extended("topk")])
-def test_accumulated_gradients_are_sent_once(name):
+def test_accumulated_gradients_are_sent_once():
     whole = 4 * sum(int(np.prod(shape)) for shape in LAYER.values())
-    assert run("ar2", cases.accumulated, name=name).first["sent"] == STEPS * whole
+    assert run("ar2", cases.accumulated, name="powersgd").first["sent"] == STEPS * whole
 
 
-# What four workers show and two do not: a sum that is rounded on its way, cuts, what is gathered,
-# and exchanged in turns.
+# What four workers show and two do not: cuts, what is gathered, and exchanged in turns.
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["bf16", "int8", "topk"])
+@pytest.mark.parametrize("name", ["int8", "topk"])
 def test_weights_of_four_workers_are_those_of_the_compressor(name):
     check_weights(name, run("ar4", cases.compressed, name=name))
