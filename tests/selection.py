@@ -1,7 +1,5 @@
 """Which cases of a script the tests that pytest has selected need."""
 
-import pytest
-
 
 def cases(request, *functions, argument="case", **others):
     """Returns the cases that the selected tests of a module look at, so that no others are run.
@@ -31,8 +29,3 @@ def cases(request, *functions, argument="case", **others):
             for mark in item.iter_markers("cases"):
                 (alone if mark.kwargs.get("others") else found).update(dict.fromkeys(mark.args))
     return list(found or alone)
-
-
-def of_kind(kind, names):
-    """Values of a test's parameter, each of which looks at the case `KIND NAME`."""
-    return [pytest.param(name, marks=pytest.mark.cases(f"{kind} {name}")) for name in names]

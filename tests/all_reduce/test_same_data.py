@@ -49,15 +49,6 @@ class Augmented(keras.utils.PyDataset):
         np.random.shuffle(self.order)
 
 
-def from_generator(x, y):
-    def generate():
-        for number in range(3):
-            yield x[8 * number : 8 * number + 8], y[8 * number : 8 * number + 8]
-
-    spec = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])
-    return tf.data.Dataset.from_generator(generate, output_signature=spec)
-
-
 def generator(x, y):
     for number in range(3):
         yield x[8 * number : 8 * number + 8], y[8 * number : 8 * number + 8]
@@ -66,7 +57,6 @@ def generator(x, y):
 KINDS = {
     "arrays": lambda x, y: {"x": x, "y": y, "batch_size": 8},
     "dataset": lambda x, y: {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8)},
-    "from_generator": lambda x, y: {"x": from_generator(x, y)},
     "py_dataset": lambda x, y: {"x": Augmented(x, y)},
     "generator": lambda x, y: {"x": generator(x, y), "steps_per_epoch": 3},
 }
@@ -145,9 +135,7 @@ def test_workers_with_other_rows_are_refused(kind):
     assert "AutoShardPolicy.OFF" in message and "in row 0 of array 0" in message
 
 
-@pytest.mark.parametrize(
-    "kind", ["arrays", "generator", *extended("dataset", "from_generator", "py_dataset")]
-)
+@pytest.mark.parametrize("kind", ["arrays", "generator", *extended("py_dataset")])
 def test_comparing_draws_nothing(kind):
     run("ar2", alike, kind=kind)
 

@@ -96,11 +96,11 @@ def test_what_a_hop_loses_arrives_later(name, topology):
             assert bytes_of(found, "linear/kernel", STEPS[1]) == expected
 
 
-def simulated(policy, groups):
+def simulated(groups):
     keras.utils.set_random_seed(1)
     weights = updates_cases.dense("sgd").get_weights()
     steps = simulation.Simulation(
-        *(updates_cases.of(LOCAL[policy]), weights, lambda: simulation.SGD(0.1, 0.9), None),
+        *(updates_cases.of(LOCAL), weights, lambda: simulation.SGD(0.1, 0.9), None),
         *([[0, 1, 2, 3]], WORKERS, groups),
     )
     x, y = updates_cases.problem()
@@ -111,9 +111,9 @@ def simulated(policy, groups):
 
 
 def test_groups_step_together_and_are_averaged():
-    found = weights_of(run("ar4", cases.local, policy="local_sgd", topology="three").first)
+    found = weights_of(run("ar4", cases.local, topology="three").first)
     groups = [[int(str(worker)[-1]) for worker in group] for group in TOPOLOGIES["three"]]
-    assert_all_close(found, simulated("local_sgd", groups), 1e-5, 5e-6)
+    assert_all_close(found, simulated(groups), 1e-5, 5e-6)
 
 
 @pytest.mark.extended
@@ -128,5 +128,5 @@ def test_devices_of_a_worker_are_a_group():
     check_weights(results)
     _, _, whole, between = results.first["own bytes first/kernel"]
     assert whole == 3 * between > 0
-    found = weights_of(run("hosts", cases.local, policy="local_sgd", topology="hosts").first)
-    assert_all_close(found, simulated("local_sgd", [[0, 1], [2, 3]]), 1e-5, 5e-6)
+    found = weights_of(run("hosts", cases.local, topology="hosts").first)
+    assert_all_close(found, simulated([[0, 1], [2, 3]]), 1e-5, 5e-6)

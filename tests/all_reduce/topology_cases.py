@@ -12,13 +12,11 @@ from tests.support.parts import resumed, swapped
 WORKERS, BATCH, ROWS = 4, 8, 37
 TOPOLOGIES = {
     "pairs": [["worker-0", "worker-1"], ["worker-2", "worker-3"]],
-    # Neighbours in rank order are in different groups.
-    "apart": [[3, 0], [1, 2]],
     "three": [["worker-0", "worker-1", "worker-2"], ["worker-3"]],
     # Each group is of the replicas of one worker.
     "hosts": [["worker-0"], ["worker-1"]],
 }
-LOCAL = {"local_sgd": ("LocalSGD", {"every": 2}), "diloco": ("DiLoCo", {"every": 3, "alpha": 0.25})}
+LOCAL = ("LocalSGD", {"every": 2})
 
 
 def along(topology, **options):
@@ -32,11 +30,8 @@ def compressor(name):
     int8 = compression.Int8(block_size=16)
     return {
         "int8": int8,
-        "topk": compression.TopK(0.2),
         "powersgd": compression.PowerSGD(2, min_compression_rate=1),
-        "by_variable": compression.ByVariable({"*kernel": compression.Sign(32)}, min_size=1),
         "both": dict.fromkeys(["within", "between"], int8),
-        "halves": {"within": compression.Cast("float16", error_feedback=True)},
     }[name]
 
 
@@ -121,8 +116,8 @@ def accumulated(topology):
         return model, {}
 
 
-def local(policy, topology):
-    with along(topology, updates=updates_cases.of(LOCAL[policy])):
+def local(topology):
+    with along(topology, updates=updates_cases.of(LOCAL)):
         model = updates_cases.dense(keras.optimizers.SGD(0.1, momentum=0.9))
         fit(model, updates_cases.problem(), updates_cases.BATCH)
         return model, {}

@@ -89,13 +89,6 @@ def places():
     return model
 
 
-def own_step():
-    model = OwnStep()
-    model(np.zeros((1, 6)))
-    model.compile(keras.optimizers.AdamW(0.02))
-    return model
-
-
 def loss_scale():
     return dense(
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.3), initial_scale=2.0**8)
@@ -140,9 +133,7 @@ def weights(name, model):
 ACCUMULATED = {
     "optimizers": (everything_about_optimizers, {"steps": 3}, False),
     "flush": (everything_about_optimizers, {"steps": 3, "flush": True}, False),
-    "embedding": (embedding, {"steps": 2}, False),
     "places": (places, {"steps": 2}, False),
-    "own_step": (own_step, {"steps": 2}, False),
     "loss_scale": (loss_scale, {"steps": 3}, True),
     "eagerly": (eagerly, {"steps": 2}, False),
 }

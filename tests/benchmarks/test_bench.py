@@ -15,35 +15,6 @@ from lab import job, loopback, meter, names, wire
 from keras_psplus.chaos import netlab
 
 
-@pytest.mark.extended  # What it is made of has tests of its own.
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-def test_smallest_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    broken = tmp_path / "broken.py"
-    broken.write_text("def strategy():\n    raise RuntimeError('this entry is broken')\n")
-    out = tmp_path / "out.json"
-    argv = ["--loopback", "--size=tiny", "--works", "dense", "--workers", "2", "--seconds=1"]
-    argv += [f"--out={out}", "--entry", str(broken)]
-    argv += ["--only", "keras_psplus/all_reduce", "broken"]
-    bench.main(argv)
-    first = capsys.readouterr().err
-    assert "without any limit" in first and first.count("FAILED") == 1, first
-    results = {r["method"]: r for r in json.loads(out.read_text())["results"]}
-    assert set(results) == {"single", "all_reduce", "broken"}
-    assert "this entry is broken" in results["broken"]["error"]
-    assert min(results["all_reduce"]["times"]) > 0
-    # 11 kB of gradients. Others may use the loopback meanwhile. A step that is half sent when
-    # counters are read is less, of twenty, than what messages have around them.
-    assert results["all_reduce"]["sent"]["worker"] > results["all_reduce"]["counted"] > 10_000
-    assert len(results["all_reduce"]["times"]) >= 20
-    table = out.with_suffix(".md").read_text()
-    assert "`all_reduce`" in table and "this entry is broken" in table
-    # What is there is not measured again.
-    bench.main([*argv[:-1]])
-    assert "] keras_psplus" not in capsys.readouterr().err
-
-
 def test_mistakes_are_said(tmp_path, capsys):
     for argv, message in [
         (["--rates", "fast"], "A rate is '100mbit'"),

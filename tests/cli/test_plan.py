@@ -27,7 +27,6 @@ kind = sys.argv[1]
 strategies = {
     "own": lambda: psp.PipelineStrategy(microbatches=2),
     "other": psp.MultiWorkerMirroredStrategy,
-    "updates": lambda: psp.MultiWorkerMirroredStrategy(updates=psp.updates.LocalSGD(4)),
     "servers": lambda: psp.ParameterServerStrategy(mode="sync"),
     "pipeline": psp.PipelineStrategy,
 }
@@ -101,10 +100,9 @@ def test_the_command_and_the_library_mean_the_same_variable():
     assert plan_script._VARIABLE == plan_request.VARIABLE
 
 
-@pytest.mark.parametrize("kind", ["own", *extended("deep")])
-def test_stages_of_a_pipeline(plan, kind):
+def test_stages_of_a_pipeline(plan):
     flags = ["--stages=4", "--microbatches=8", "--schedule=1f1b"]
-    code, printed = plan(*flags, "--json", kind=kind)
+    code, printed = plan(*flags, "--json", kind="own")
     assert code == 0
     found = json.loads(printed.out)
     names = ["dense", "dense_1", "dense_2", "dense_3"]
@@ -112,7 +110,7 @@ def test_stages_of_a_pipeline(plan, kind):
     assert (found["microbatches"], found["schedule"], found["rows"]) == (8, "1f1b", 16)
     assert all(stage["estimate"]["slots"] == 2 * 4 * 272 for stage in found["stages"])
     # A table, and nothing else.
-    code, printed = plan(*flags, kind=kind)
+    code, printed = plan(*flags, kind="own")
     assert code == 0 and printed.err == ""
     head, titles, *stages = printed.out.splitlines()
     assert head.startswith("'sequential' in 4 stages, batches of 16 rows in 8 micro-batches")
@@ -145,10 +143,9 @@ def test_a_script_that_fails(plan):
     assert "Traceback" in printed.err and "of the script's own" in printed.err
 
 
-@pytest.mark.parametrize("kind", ["named", *extended("updates")])
-def test_measurements_of_a_script(kind, plan):
+def test_measurements_of_a_script(plan):
     flags = ["--workers=4", "--ps=2", "--link=100mbit", "--delay=1", "--memory=5MB", "--json"]
-    code, printed = plan(*flags, kind=kind)
+    code, printed = plan(*flags, kind="named")
     assert code == 0, printed.err
     found = json.loads(printed.out)
     assert {**found["cluster"], "processor": 1.0} == {

@@ -2,8 +2,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,7 +20,6 @@ from keras_psplus.cluster.startup.preflight import (
 )
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
-from tests.support.jobs import environment
 
 
 def make_cluster(workers, ps=0):
@@ -391,60 +388,6 @@ def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch, quick):
     finally:
         for server in servers:
             server.close()
-
-
-TENSORFLOW_TASK = """
-import sys, time
-from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
-import tensorflow as tf
-config = read_task_config()
-time.sleep(0.5 * config.task_index)
-wait_for_cluster(config, timeout=60)
-server = tf.distribute.Server(
-    {job: list(tasks) for job, tasks in config.cluster.items()},
-    job_name="worker", task_index=config.task_index)
-print("up", flush=True)
-sys.stdin.readline()
-import os; os._exit(0)
-"""
-
-
-# Every job of the other folders starts so.
-@pytest.mark.extended
-@pytest.mark.processes
-def test_tensorflows_server_starts_on_the_port_right_after(tmp_path):
-    cluster = make_cluster(2)
-    processes = [_start(TaskConfig(cluster, "worker", index)) for index in range(2)]
-    try:
-        for process in processes:
-            line = process.stdout.readline()
-            assert line == "up\n", line + process.stdout.read()
-        # One more comes back (a restarted worker): TensorFlow's server answers it.
-        assert probe_peers(TaskConfig(cluster, "worker", 0), 5) == {"worker-1": None}
-        mine = TaskConfig(cluster, "worker", 0)
-        call = PeerIdentity.of(mine), JobSecret.of(mine)
-        assert handshake.dial(cluster["worker"][1], *call) is None
-        for process in processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.wait(30) == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def _start(config):
-    # Its stdout can only be read until the end of a dead process, and pytest-timeout ends a hang.
-    return subprocess.Popen(
-        [sys.executable, "-c", TENSORFLOW_TASK],
-        env=environment(TF_CONFIG=config.to_tf_config()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def _call(address, identity, proof):

@@ -6,20 +6,16 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 
 import pytest
 
-from keras_psplus.cli import main
 from keras_psplus.cluster import restarts
-from keras_psplus.cluster.monitor.job_record import JobRecord
 from keras_psplus.cluster.output.console import Console
 from keras_psplus.cluster.processes import LocalCluster
 from tests.endings import wait_for_end
 from tests.support.jobs import WITHOUT_TENSORFLOW, wait_for
-from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 HEAD = """
@@ -187,7 +183,7 @@ with LocalCluster({SLEEPS!r}, workers=2, log_dir=sys.argv[1], kill_grace=2) as c
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, *extended(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_the_launcher_ends_all(tmp_path, number):
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("needs PR_SET_PDEATHSIG")
@@ -223,58 +219,3 @@ def test_every_attempt_has_new_ports_and_the_same_logs(tmp_path):
     assert first.partition("[")[2] != second.partition("[")[2]
     # A result is that of its own attempt.
     assert result.logs["worker-0"].startswith("attempt 1 ")
-
-
-TASK = """
-import json, os, pathlib, subprocess, sys, time
-child = subprocess.Popen(["sleep", "100"])
-print("child", child.pid, "begins with", os.environ["KERAS_PSPLUS_MIN_WORKERS"], flush=True)
-end = pathlib.Path(sys.argv[1]) / "end"
-while json.loads(os.environ["TF_CONFIG"])["task"]["type"] != "chief" or not end.exists():
-    time.sleep(0.05)
-"""
-
-
-def test_workers_come_and_go(tmp_path, monkeypatch, capsys):
-    layout = {"workers": 2, "ps": 1, "chief": True}
-    graces = dict.fromkeys(("failure_grace", "worker_grace", "server_grace", "kill_grace"), 0.1)
-    command = [sys.executable, "-c", TASK, str(tmp_path)]
-    results, folder = [], tempfile.mkdtemp(prefix="psp_")  # Short: it has a socket's path.
-    monkeypatch.setattr(tempfile, "tempdir", folder)
-    record = JobRecord(["task.py"], layout, tmp_path, min_workers=1)
-    options = {**layout, **graces, "record": record, "min_workers": 1, "log_dir": tmp_path}
-    cluster, began = LocalCluster(command, **options), threading.Event()
-
-    def run():
-        with record, cluster:
-            began.set()
-            results.append(cluster.wait(60))
-
-    def add():
-        assert main.main(["add-worker", str(os.getpid())]) == 0
-        return capsys.readouterr().out
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert began.wait(20)
-        wait_for((tmp_path / "chief-0.log", "begins with 1"))
-        assert set(cluster.pids) == {"chief-0", "worker-0", "ps-0"}
-        assert add().startswith("worker-1 is started")
-        wait_for((tmp_path / "worker-1.log", "begins with 1"))
-        wait_for((tmp_path / "worker-0.log", "child "))
-        os.kill(cluster.pids["worker-0"], signal.SIGKILL)
-        before = cluster.pids["worker-0"]
-        child = re.search(r"child (\d+)", (tmp_path / "worker-0.log").read_text())
-        wait_for(lambda: cluster._processes.exit_code("worker-0") is not None)
-        wait_for(lambda: "worker-0" in cluster._ends)
-        assert add().startswith("worker-0 is started")
-        assert cluster.pids["worker-0"] != before
-        wait_for_end(int(child[1]))
-        wait_for((tmp_path / "worker-0.log", "keras-psplus: restart 1\n"))
-    finally:
-        (tmp_path / "end").touch()
-        thread.join(60)
-    (result,) = results
-    assert result.exit_code == 0 and result.first_failure is None
-    assert set(result.log_paths) == {"chief-0", "worker-0", "worker-1", "ps-0"}

@@ -21,7 +21,6 @@ time.sleep(60)
 """
 STRATEGIES = {
     "all_reduce": ("MultiWorkerMirroredStrategy", {}, {"workers": 2}),
-    "tensor_parallel": ("ModelParallelStrategy", {}, {"workers": 2}),
     "hybrid": ("HybridStrategy", {}, {"workers": 2, "ps": 1}),
     "sync": ("ParameterServerStrategy", {"mode": "sync"}, {"workers": 1, "ps": 1, "chief": True}),
     "pipeline": ("PipelineStrategy", {"microbatches": 2}, {"workers": 2, "chief": True}),

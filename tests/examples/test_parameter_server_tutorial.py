@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from keras_psplus.cluster.processes import LocalCluster
-from tests.support.jobs import run_script
 
 pytestmark = [
     pytest.mark.extended,
@@ -37,10 +36,6 @@ def check_fit(output, directory):
     left = sorted(path.name for path in directory.iterdir() if path.name != "log")
     assert left == ["checkpoint.1.keras", "checkpoint.2.keras", "model.keras"]
     assert len(list((directory / "log").rglob("*tfevents*"))) == 1
-
-
-def test_in_threads(tmp_path):
-    check_fit(run_script(*COMMAND[1:], timeout=TIMEOUT), tmp_path / "dinner")
 
 
 def test_in_processes_and_with_a_loop_of_its_own(tmp_path):

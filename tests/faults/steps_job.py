@@ -111,15 +111,6 @@ def arrays(x, y):
     return {"x": x, "y": y, "batch_size": BATCH}
 
 
-def dataset(x, y):
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(BATCH)
-    return {"x": data}
-
-
-def dataset_that_goes_on(x, y):
-    return {"x": dataset(x, y)["x"].repeat(), "steps_per_epoch": 6}
-
-
 def dataset_of_unknown_length(x, y):
     data = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda x, y: True)
     return {"x": data.shuffle(len(x)).batch(BATCH)}
@@ -136,10 +127,8 @@ def grain_dataset(x, y):
 
 # By name: data, options of compile(), how often a backup is made, and where the job ends.
 CASES = {
-    "arrays": (arrays, {}, 3, (2, 5)),
     "at the end of an epoch": (arrays, {}, 7, (2, 2)),
     "epochs": (arrays, {}, "epoch", (2, 2)),
-    "dataset that goes on": (dataset_that_goes_on, {"steps_per_execution": 2}, 3, (2, 5)),
     "dataset of unknown length": (dataset_of_unknown_length, {}, 3, (2, 5)),
     "PyDataset": (py_dataset, {}, 3, (2, 5)),
     "Grain": (grain_dataset, {}, 3, (2, 5)),
@@ -296,7 +285,7 @@ def trainer(strategy, folder):
             verbose=0,
             callbacks=callbacks,
             # What takes longest is tracing.
-            **(validation if name == "arrays" else {}),
+            **(validation if name == "PyDataset" else {}),
         )
         variables = [*model.variables, *model.optimizer.variables]
         variables += getattr(model, "to_compare", list)()

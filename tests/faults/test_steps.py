@@ -15,11 +15,8 @@ from tests.support.tiers import extended
 pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("steps_job.py")
 # A job that is killed and resumes with another number of workers is in test_sizes.py.
-CLUSTER = extended(
-    *("arrays", "dataset that goes on", "dataset of unknown length", "PyDataset", "Grain"),
-    "own train_step",
-)
-ALONE = ["epochs", "own train_step", *extended("at the end of an epoch", "Grain")]
+CLUSTER = extended("dataset of unknown length", "PyDataset", "Grain", "own train_step")
+ALONE = ["epochs", "own train_step", *extended("at the end of an epoch")]
 ALONE_LOOK = (
     "test_one_replica_resumes_as_if_nothing_had_happened",
     "test_a_kill_while_the_thread_writes_leaves_the_backup_before",

@@ -141,30 +141,22 @@ class Unfit(psp.compression.Compressor):
 
 # Groups of one process's GPUs are of one size as long as it lives: each dict has its own process.
 ALL_REDUCE = {
-    "exact": all_reduce(lambda: dense(optimizer="adam")),
-    "bf16": all_reduce(compression="bf16"),
-    "fp16": all_reduce(compression="fp16"),
     "int8": all_reduce(compression="int8"),
-    "sign": all_reduce(compression="sign"),
     "topk": all_reduce(compression="topk:0.01"),
-    "randomk": all_reduce(compression="randomk:0.01"),
     "powersgd": all_reduce(compression="powersgd:4"),
     "factors": all_reduce(compression=psp.compression.SufficientFactors("bfloat16")),
     "unfit": all_reduce(compression=Unfit()),
     "rows": all_reduce(embedding, compression="int8"),
     "accumulate": all_reduce(updates="accumulate:2"),
-    "local_sgd": all_reduce(updates="local_sgd:2"),
     "diloco": all_reduce(updates="diloco:2"),
     "mixed_float16": all_reduce(mixed_float16),
 }
 OTHERS = {
     "topology": topology((0, 1), (2, 3)),
     "uneven topology": topology((0, 1, 2), (3,)),
-    "gpipe": pipeline(schedule="gpipe"),
     "1f1b": pipeline(schedule="1f1b", activation_compression="int8"),
     "pipedream": pipeline(schedule="pipedream", activation_compression="bf16"),
     # Of remote workers, after which this process's devices have other names.
-    "async": parameter_server(),
     "async int8": parameter_server(compression="int8", pull_compression="bf16"),
     "sync int8": parameter_server(mode="sync", compression="int8", pull_compression="int8"),
 }

@@ -15,13 +15,8 @@ KEYS, DIM, BATCH, STEPS = 60, 4, 16, 6
 optimizers, tables = keras.optimizers, psp.tables
 
 
-def adam():
-    return optimizers.AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5)
-
-
 # By name: the layer's options, the optimizer, and whether ids are strings.
 CASES = {
-    "plain": ({}, adam, False),
     "counted": (
         {"admit": tables.Count(2), "expire": tables.Unused(steps=3), "default": "initializer"},
         lambda: optimizers.Adagrad(0.3),
@@ -36,7 +31,6 @@ CASES = {
         lambda: optimizers.SGD(0.5, momentum=0.9),
         False,
     ),
-    "keras_rs": ({"admit": tables.Count(2), "combiner": "sqrtn"}, adam, False),
 }
 
 
@@ -54,41 +48,13 @@ def as_ids(case, x):
     return np.array([[f"id {key}" for key in row] for row in x]) if CASES[case][2] else x
 
 
-def of_features(table, ids):
-    """Two of KerasRS's features of one table, in a layer that its configuration has made."""
-    import keras_rs
-
-    def feature(name, *length):
-        return keras_rs.layers.FeatureConfig(name, table, (None, *length), (None, DIM))
-
-    features = {"several": feature("several", 4), "one": feature("one")}
-    layer = keras_rs.layers.DistributedEmbedding(features)
-    found = layer({"several": ids[:, :4], "one": ids[:, 4]})
-    return keras.layers.Concatenate()([found["several"], found["one"]])
-
-
-class InBranch(keras.layers.Layer):
-    """Looks up in a branch, where the table is made as well."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def call(self, ids):
-        rows = tf.shape(ids)[0]
-        found = tf.cond(rows >= 0, lambda: self.table(ids), lambda: tf.zeros([rows, 5, DIM]))
-        return tf.ensure_shape(found, [None, 5, DIM])
-
-
 def train(case, x, y, epochs=2, predicts=True, **others):
     """What a case comes to."""
     options, optimizer, is_text = CASES[case]
     keras.utils.set_random_seed(1)
     ids = keras.Input((5,), dtype="string" if is_text else "int64")
     table = psp.layers.DynamicEmbedding(DIM, initializer=initializer(7), name="t", **options)
-    ways = {"keras_rs": of_features, "plain": lambda table, ids: InBranch(table)(ids)}
-    embedded = ways.get(case, lambda table, ids: table(ids))(table, ids)
-    model = compiled(keras.Model(ids, head(flat(embedded))), optimizer())
+    model = compiled(keras.Model(ids, head(flat(table(ids)))), optimizer())
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     results = dict(model.fit(dataset, epochs=epochs, verbose=0, **others).history)
     if predicts:

@@ -69,9 +69,7 @@ def stale():
 CASES = {
     "exact": (exact, lambda: optimizers.SGD(0.5)),
     "exact_numbers": (functools.partial(exact, has_keys=False), lambda: optimizers.SGD(0.5)),
-    "exact_clipped": (exact, lambda: optimizers.SGD(0.5, global_clipnorm=0.1)),
     "stale": (stale, lambda: optimizers.SGD(0.5)),
-    "stale_with_slots": (stale, lambda: optimizers.Adagrad(0.1)),
 }
 
 
@@ -96,7 +94,7 @@ def trained(name):
             del results["loss"]
             results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
         # Outside of `fit`, nothing waits and no copy is read, by whichever optimizer.
-        if name in ("exact_clipped", "stale"):
+        if name == "stale":
             model.train_on_batch(x[:BATCH], y[:BATCH])
     keys = table.keys if table is not None else []
     return model, results | {"keys": keys, "own reads": np.concatenate(reads)}
@@ -138,12 +136,6 @@ def test_no_copy_is_older_than_it_may_be_and_takes_half_of_the_bytes():
         reads = of["own reads"]
         found = ages(((table, row), now, is_read) for table, now, row, is_read in reads)
         assert len(found) > len(reads) / 3 and max(found) == STALENESS
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("case", extended("stale_with_slots"))
-def test_equals_one_process(case):
-    trained_beside_one_process(case)
 
 
 def ages(reads):
@@ -250,17 +242,3 @@ def test_a_cache_of_a_table_on_the_workers_is_refused():
     placer.decide("others/embeddings", 10, 4)
     with pytest.raises(ValueError, match="`cache` is for tables on parameter servers.*Received: a"):
         placer.decide("mine/embeddings", 10, 4)
-
-
-@pytest.mark.extended
-def test_in_one_process_a_cache_changes_nothing():
-    def trained(**options):
-        keras.utils.set_random_seed(1)
-        layer = psp.layers.DynamicEmbedding(2, initializer="ones", **options)
-        layer = psp.layers.DynamicEmbedding.from_config(layer.get_config())
-        model = keras.Sequential([keras.Input((2,), dtype="int64"), layer])
-        model.compile("sgd", "mse")
-        model.fit(np.array([[5, 7]]), np.zeros((1, 2, 2)), verbose=0)
-        return layer.get_weights()[0]
-
-    np.testing.assert_array_equal(trained(cache=psp.tables.Cache(4, staleness=9)), trained())

@@ -55,7 +55,7 @@ def test_equals_one_process():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "case, name",
-    extended((read_again, "counted"), (read_again, "keras_rs"), (resumed, "filtered")),
+    extended((read_again, "counted"), (resumed, "filtered")),
 )
 def test_files_and_backups_equal_one_process(case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}

@@ -16,7 +16,6 @@ from keras_psplus.tables import changes, policies
 from keras_psplus.tables.rows.frozen_rows import FrozenRows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
-from tests.support.tiers import extended
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers
 
@@ -190,13 +189,12 @@ class Killer:
             raise Killed
 
 
-@pytest.mark.parametrize("stride", [40, *extended(15)])
-def test_a_kill_at_any_point_loses_nothing(stride, tmp_path, monkeypatch):
+def test_a_kill_at_any_point_loses_nothing(tmp_path, monkeypatch):
     how = psp.tables.Count(2), psp.tables.Unused(steps=4)
     job, reader, killer = Job(2, *how), Job(1, *how), Killer(monkeypatch)
     folder, expected, seen, step = str(tmp_path), {}, set(), 0
     # Not in a row, as a save has more points than that.
-    for point in range(stride, 201, stride):
+    for point in range(40, 201, 40):
         job.start()
         killer.left, killer.is_dead = None, False
         try:

@@ -46,8 +46,6 @@ class Fail(keras.callbacks.Callback):
 with strategy.scope():
     units = 5 if how == "other shape" and is_victim else 4
     layers = [keras.Input((8,)), keras.layers.Dense(units, name="first"), keras.layers.Dense(1)]
-    if how == "other depth" and is_victim:
-        layers.append(keras.layers.Dense(1, name="surplus"))
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
 if how == "raise early" and is_victim:

@@ -196,49 +196,6 @@ def test_dropout_draws_a_mask_for_each_replica():
     assert not np.array_equal(first, second)
 
 
-@makes_scope
-def noise(scope):
-    """Weights of two runs from one seed; the last batch has one row, and a replica has none."""
-    weights = {}
-    for number in range(2):
-        keras.utils.set_random_seed(7)
-        model = classifier(
-            scope,
-            lambda: keras.layers.GaussianNoise(0.1),
-            dense(16, activation="relu"),
-            lambda: keras.layers.BatchNormalization(momentum=0.5),
-            lambda: keras.layers.Dropout(0.5),
-            dense(4),
-        )
-        model.fit(*digits_like(81), batch_size=20, epochs=2, verbose=0)
-        weights |= {f"{i}/{number}": weight for i, weight in enumerate(model.get_weights())}
-    return weights
-
-
-@pytest.mark.extended
-def test_noise_is_reproducible_and_moving_averages_are_finite():
-    found = run("ar2", noise).first
-    for key, value in found.items():
-        np.testing.assert_array_equal(value, found[f"{key.split('/')[0]}/0"])
-        assert np.isfinite(value).all()
-
-
-@makes_scope
-def frozen_layers(scope):
-    model = classifier(scope, dense(16), dense(4))
-    model.layers[0].trainable = False
-    before = model.layers[0].get_weights()[0]
-    with scope():
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(*digits_like(), batch_size=20, verbose=0)
-    np.testing.assert_array_equal(before, model.layers[0].get_weights()[0])
-    return model, {}
-
-
-def test_frozen_layers_are_not_sent():
-    run("ar2", frozen_layers)
-
-
 def callbacks_that_write(folder, is_shared):
     """A shared folder, and one of which each worker has its own."""
     folder = pathlib.Path(folder)
@@ -323,45 +280,6 @@ def save_and_load(scope, folder):
 
 def test_what_is_saved_is_loaded_by_the_job_and_by_one_process(tmp_path):
     run("ar2", save_and_load, folder=str(tmp_path))
-
-
-class Interrupted(Exception):
-    pass
-
-
-@makes_scope
-def backup_and_restore(scope, folder):
-    strategy = strategy_of(scope)
-    x, y = digits_like()
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise Interrupted
-
-    def train(*callbacks):
-        keras.utils.set_random_seed(3)
-        model = classifier(
-            strategy, dense(16, activation="relu"), lambda: keras.layers.Dropout(0.3), dense(4)
-        )
-        options = {"batch_size": 20, "epochs": 4, "verbose": 0, "shuffle": False}
-        model.fit(x, y, callbacks=list(callbacks), **options)
-        return model
-
-    # Not a shared disk: only the chief finds something to restore.
-    own = os.path.join(folder, f"backup{strategy.task.task_index}")
-    with pytest.raises(Interrupted):
-        train(keras.callbacks.BackupAndRestore(own), Interrupt())
-    resumed = train(keras.callbacks.BackupAndRestore(own))
-    assert not os.path.exists(own)
-    for found, expected in zip(resumed.get_weights(), train().get_weights(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    return resumed, {}
-
-
-@pytest.mark.extended
-def test_training_that_resumes_equals_uninterrupted(tmp_path):
-    run("ar2", backup_and_restore, folder=str(tmp_path))
 
 
 @makes_scope

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, makes_scope, run
-from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -70,9 +69,9 @@ def by_the_chief_alone(scope):
     return {"norm": norm, "loss": loss, "function": tf.reduce_sum(tf.function(one)(x))}
 
 
-@pytest.mark.parametrize("layout", ["tp2", *extended("all2", "ar2", "opt2")])
-def test_gradients_of_inputs_and_weights(layout):
-    equals_one_process(layout, of_inputs_and_weights)
+# Under the other strategies: tests/matrix.
+def test_gradients_of_inputs_and_weights():
+    equals_one_process("tp2", of_inputs_and_weights)
 
 
 def test_a_step_of_a_script():
@@ -80,8 +79,7 @@ def test_a_step_of_a_script():
     equals_one_process("tp2", eager_step)
 
 
-@pytest.mark.parametrize("layout", ["all2", *extended("tp2")])
-def test_a_worker_computes_alone(layout):
-    found = run(layout, by_the_chief_alone, same=False)["worker-0"]
+def test_a_worker_computes_alone():
+    found = run("all2", by_the_chief_alone, same=False)["worker-0"]
     np.testing.assert_allclose(found["function"], found["loss"], rtol=1e-5)
     assert found["norm"] > 0

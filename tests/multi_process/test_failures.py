@@ -80,7 +80,7 @@ def test_worker_that_leaves_in_the_middle():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "how, victim",
-    [("stop and evaluate", 1), *extended(("stop", 0), ("stop between averages", 1))],
+    [("stop and evaluate", 1), *extended(("stop between averages", 1))],
 )
 def test_worker_that_stops_training_alone_within_an_epoch(how, victim):
     result = run_job(how, victim)
@@ -116,19 +116,12 @@ def test_hanging_worker(victim, step, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "how, variable",
-    [
-        ("other shape", "first/kernel (shape=(8, 5)"),
-        *extended(("other depth", "surplus/kernel (shape=(1, 1)")),
-    ],
-)
-def test_unequal_models_name_the_first_differing_variable(how, variable):
-    result = run_job(how)
+def test_unequal_models_name_the_first_differing_variable():
+    result = run_job("other shape")
     for name, log in result.logs.items():
         assert result.exit_codes[name] > 0
         assert "ValueError: Workers have fallen out of step" in log, log[-3000:]
-        assert variable in log
+        assert "first/kernel (shape=(8, 5)" in log
         assert "Received: " in log
 
 

@@ -14,7 +14,6 @@ from tests.hybrid import dynamic_cases as dynamic_job
 from tests.parameter_server.options import options
 from tests.support.cluster import reference, run
 from tests.support.results import assert_close
-from tests.support.tiers import extended
 
 
 def train(name, *callbacks):
@@ -45,13 +44,6 @@ def test_synchronous_training_equals_one_process():
     assert_close(found, expected, 5e-5)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", extended("filtered", "keras_rs"))
-def test_synchronous_evaluation_equals_one_process(name):
-    found = run("sync22", trained, name=name).first
-    assert_close(found, run("hybrid1", trained, name=name).first, 5e-5)
-
-
 class LooksTwice(keras.Model):
     """Looks rows up again once their gradients are applied."""
 
@@ -76,23 +68,12 @@ def test_rows_that_are_read_after_they_are_updated_are_refused():
     run("sync22", looked_up_later, may_show_errors=True)
 
 
-class BreakOff(keras.callbacks.Callback):
-    """Ends training in the second epoch."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.is_second = epoch == 1
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.is_second and batch == 3:
-            raise InterruptedError
-
-
 def broken_off(strategy, folder):
     """Breaks training off, goes on in another model, and writes it in all ways."""
     folder, (x, y) = pathlib.Path(folder), dynamic_job.data()
     ids = dynamic_job.as_ids("counted", x[:21])
     with options(strategy), strategy.scope():
-        for last in [BreakOff()], []:
+        for last in [dynamic_job.BreakOff()], []:
             backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
             publish = psp.callbacks.PublishTables(folder / "published", every=2)
             with contextlib.suppress(InterruptedError):

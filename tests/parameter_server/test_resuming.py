@@ -12,8 +12,8 @@ import pytest
 
 from keras_psplus import compression
 from keras_psplus.core.state import array_file
-from tests.parameter_server.options import SAME, options
-from tests.support.cluster import reference, run
+from tests.parameter_server.options import options
+from tests.support.cluster import run
 from tests.support.results import assert_close
 
 pytestmark = pytest.mark.processes
@@ -53,12 +53,9 @@ def train(
     interrupt=None,
     batch_size=10,
     dropout=0.0,
-    mode=None,
-    is_sharded=None,
     is_compressed=False,
 ):
     """Trains, from the folder's backup if there is one, and is interrupted after a batch."""
-    partitioner = {None: SAME, True: 2, False: None}[is_sharded]
     compressor = POWERSGD if is_compressed else None
     callbacks = []
     if folder:
@@ -66,7 +63,7 @@ def train(
         callbacks.append(keras.callbacks.BackupAndRestore(pathlib.Path(folder), save_freq))
     if interrupt is not None:
         callbacks.append(Interrupt(interrupt))
-    with options(strategy, mode=mode, partitioner=partitioner, compression=compressor):
+    with options(strategy, compression=compressor):
         with strategy.scope() if strategy else contextlib.nullcontext():
             layers = [
                 keras.layers.Embedding(50, 3, embeddings_initializer="ones"),
@@ -85,15 +82,6 @@ def train(
     assert not folder or not pathlib.Path(folder).exists()
     assert history.epoch == list(range(EPOCHS)), history.epoch
     return model, {"iterations": model.optimizer.iterations.numpy(), **history.history}
-
-
-@pytest.mark.extended
-def test_synchronous_training_goes_on_with_fewer_workers_and_other_shards(tmp_path):
-    run("sync22", train, folder=tmp_path / "backup", interrupt=4, is_sharded=True)
-    args = {"mode": "sync", "is_sharded": False}
-    resumed = run("async_threads", train, folder=tmp_path / "backup", **args)
-    assert "training goes on after batch 4 of epoch 3" in resumed.logs["process"]
-    assert_close(resumed.first, reference(train), 2e-5)
 
 
 def test_asynchronous_training_goes_on_with_fewer_workers(tmp_path):

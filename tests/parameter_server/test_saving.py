@@ -13,7 +13,6 @@ from keras_psplus.parameter_server.placement import shard_sizes
 from tests.parameter_server.options import options
 from tests.support.cluster import run
 from tests.support.results import assert_close
-from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -104,17 +103,17 @@ def of_one_process(folder):
     return found | state("continued", model)
 
 
-def of_servers(strategy, folder, shards):
+def of_servers(strategy, folder):
     folder, found = pathlib.Path(folder), {}
     with contextlib.ExitStack() as stack:
         # Some of the variables that are cut are made as large ones are, the others by TensorFlow.
         stack.enter_context(mock.patch.object(shard_sizes, "LARGE_BYTES", 800))
-        stack.enter_context(options(strategy, partitioner=shards))
+        stack.enter_context(options(strategy, partitioner=2))
         stack.callback(setattr, Unsaveable, "broken", False)
         with strategy.scope():
             models = loaded(folder / "alone")
         for name, model in models.items():
-            check_placement(strategy, model, shards)
+            check_placement(strategy, model)
             found |= state(f"loaded {name}", model)
         model = models["keras"]
         train(model)
@@ -132,7 +131,7 @@ def of_servers(strategy, folder, shards):
         found |= state("trained", model)
         with strategy.scope():
             model.export(folder / "export", verbose=False)
-        check_placement(strategy, model, shards)
+        check_placement(strategy, model)
         # Training goes on after an export, on the parameter servers.
         train(model)
         assert not np.array_equal(model.get_weights()[0], found["trained/model/0"])
@@ -145,7 +144,7 @@ def of_servers(strategy, folder, shards):
     return found
 
 
-def check_placement(strategy, model, shards):
+def check_placement(strategy, model):
     """Every variable is on parameter servers, and each slot beside its variable."""
     for variable in model.variables:
         assert strategy.extended.has_made(variable._value), variable.path
@@ -154,7 +153,7 @@ def check_placement(strategy, model, shards):
         for variable, slot in zip(model.trainable_variables, slots, strict=True):
             assert servers_of(slot) == servers_of(variable), slot.path
             # A bias of one number cannot be cut.
-            parts = 2 if shards and variable.shape[0] > 1 else 1
+            parts = 2 if variable.shape[0] > 1 else 1
             assert len(set(servers_of(variable))) == parts, variable.path
 
 
@@ -189,10 +188,9 @@ def assert_same(found, name, expected, wanted, tolerance=0.0):
     assert_close(found, expected, tolerance)
 
 
-@pytest.mark.parametrize("shards", [2, *extended(None)])
-def test_models_go_to_parameter_servers_and_back(shards, tmp_path):
+def test_models_go_to_parameter_servers_and_back(tmp_path):
     alone = run("plain", of_one_process, folder=tmp_path).first
-    served = run("async_threads", of_servers, folder=tmp_path, shards=shards).first
+    served = run("async_threads", of_servers, folder=tmp_path).first
     for name in ("loaded keras", "loaded weights", "loaded checkpoint", "loaded again"):
         assert_same(served, name, alone, "trained")
     assert_same(served, "continued", alone, "continued", 1e-5)

@@ -9,10 +9,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.parameter_server.sync import automatic
-from tests.multi_process import fit_cases
 from tests.parameter_server.options import options
-from tests.support.cluster import equals_one_process, reference, run
-from tests.support.results import assert_close
+from tests.support.cluster import equals_one_process
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -188,21 +186,6 @@ def steps_that_overlap_and_others_take_turns(strategy):
     return trained(strategy, make, data, layers, overlapped=2), {}
 
 
-@overlap
-def rows_of_embeddings(strategy):
-    ids = np.random.default_rng(1).integers(0, 50, size=(BATCH * STEPS, 3))
-
-    def layers():
-        return [
-            keras.Input((3,), dtype="int32"),
-            keras.layers.Embedding(50, 8),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
-
-    return trained(strategy, data=ids, layers=layers, overlapped=2 * STEPS - 1), {}
-
-
 class Checked(keras.Sequential):
     def call(self, inputs, training=None, mask=None):
         with tf.control_dependencies([tf.debugging.assert_less(inputs, 1e6)]):
@@ -273,7 +256,6 @@ def a_function_that_writes_ends_it(strategy):
         an_error_changes_no_weight,
         *extended(
             steps_that_overlap_and_others_take_turns,
-            rows_of_embeddings,
             models_of_the_same_weights,
         ),
     ],
@@ -293,23 +275,3 @@ def test_overlapping_steps_equal_one_process(case):
 )
 def test_it_is_said_why_steps_do_not_overlap(case, reason):
     assert reason in equals_one_process("sync22", case).logs["chief-0"]
-
-
-@overlap
-def fit_case(strategy, name):
-    with scope(strategy):
-        return fit_cases.CASES[name]()
-
-
-# What an update may need beside its own variable's gradient, and all kinds of variables.
-@pytest.mark.parametrize(
-    "name",
-    extended(
-        *("global_clipnorm", "adamw_with_schedule_and_average", "embeddings_of_several_widths"),
-        *("mixed_precision_skips_overflow", "much_at_once"),
-    ),
-)
-def test_options_of_optimizers_and_layers_equal_one_process(name):
-    expected = reference(fit_cases.CASES[name])
-    found = run("sync22", fit_case, name=name).first
-    assert_close(found, expected, 2e-3 if name.startswith("mixed") else 2e-5)

@@ -60,8 +60,8 @@ def shared_by_policy(strategy, folder, policy, steps_per_execution):
     return found | {"endless": endless.history["power_0"], "predicted": len(predicted)}
 
 
-def distributed(strategy, folder, by_function):
-    """Distributed by the script: a dataset, or a function that makes each worker its own."""
+def distributed(strategy, folder):
+    """Distributed by the script, by a function that makes each worker its own."""
 
     def make(context):
         assert context.num_replicas_in_sync == 1
@@ -69,9 +69,7 @@ def distributed(strategy, folder, by_function):
         return data.shard(context.num_input_pipelines, context.input_pipeline_id)
 
     def data():
-        if by_function:
-            return strategy.distribute_datasets_from_function(make)
-        return strategy.experimental_distribute_dataset(numbers(folder, "OFF"))
+        return strategy.distribute_datasets_from_function(make)
 
     with options(strategy):
         model, own = counting_model(strategy), data()
@@ -120,7 +118,7 @@ def what_cannot_be_sent(strategy, folder):
     return {"counts": seen["power_0"], "sums": seen["power_1"]}
 
 
-# In modes in which the chief reads. `of_worker` has 3 batches of even rows, 4 of odd ones.
+# In a mode in which the chief reads. `of_worker` has 3 batches of even rows, 4 of odd ones.
 
 ROWS, BATCH, BATCHES = 22, 4, 7
 
@@ -134,8 +132,8 @@ def of_worker(context):
     return rows.batch(BATCH).map(lambda n: (tf.ones([tf.size(n), 1]), tf.cast(n, tf.float32)))
 
 
-def the_chief_reads_where_it_decides(strategy, mode, max_staleness=None):
-    with options(strategy, mode=mode, max_staleness=max_staleness):
+def the_chief_reads_where_it_decides(strategy):
+    with options(strategy, mode="sync"):
         with strategy.scope():
             zeros = keras.layers.Dense(1, kernel_initializer="zeros")
             model = keras.Sequential([keras.Input((1,)), zeros])

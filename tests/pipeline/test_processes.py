@@ -33,9 +33,8 @@ def train(folder, *args):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The folder and the log of a job that nothing befalls."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, train(folder, *ARGUMENTS, *PIPEDREAM)
+    """The log of a job that nothing befalls."""
+    return train(tmp_path_factory.mktemp("uninterrupted"), *ARGUMENTS, *PIPEDREAM)
 
 
 def check_places(log, expected):
@@ -44,15 +43,6 @@ def check_places(log, expected):
         pattern = rf"^\S*{part}\S* is on /job:worker/replica:0/task:(\d)"
         assert {int(number) for number in re.findall(pattern, log, re.MULTILINE)} == workers, log
     assert " is on /job:chief" not in log
-
-
-@pytest.mark.extended
-def test_variables_and_slots_are_on_the_stage_of_their_pattern(uninterrupted):
-    folder, log = uninterrupted
-    check_places(log, {"embedding": {0}, "recurrent": {0}, "dense": {1}})
-    # What one process reads is what the stages had.
-    model = keras.models.load_model(folder / "model.keras")
-    assert model.predict(np.zeros((4, 6), "int32"), verbose=0).shape == (4, 3)
 
 
 def in_contexts():
@@ -73,7 +63,7 @@ def test_variables_and_slots_are_on_the_stage_of_their_context():
     check_places(log, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
 
 
-@pytest.mark.parametrize("layout", ["pipeline2", *extended("pipedream2", "pipelines2x2")])
+@pytest.mark.parametrize("layout", ["pipeline2", *extended("pipedream2")])
 def test_what_a_callback_writes_is_there_in_the_next_step(layout):
     """The workers are still computing it when the step begins."""
     equals_one_process(layout, slow_writes.written)
@@ -107,7 +97,7 @@ def test_a_killed_stage_ends_the_job_and_the_backup_resumes_it(uninterrupted, tm
     check_that_a_lost_stage_is_named(signal.SIGKILL, tmp_path, *ARGUMENTS, *PIPEDREAM)
     again = train(tmp_path, *ARGUMENTS, *PIPEDREAM)
     assert "step 12\n" not in again
-    assert weights_of(again) == weights_of(uninterrupted[1])
+    assert weights_of(again) == weights_of(uninterrupted)
 
 
 # `test_pipelines.py` resumes under this schedule.
@@ -130,16 +120,11 @@ def learned(strategy):
     return losses[-1], model.evaluate(x[1500:], y[1500:], batch_size=60, verbose=0)[1]
 
 
-@pytest.fixture(scope="module")
-def learned_exactly():
+@pytest.mark.extended
+def test_activations_in_fewer_bytes_learn_the_digits_as_well(pipeline):
     with psp.single_process():
-        return learned(tf.distribute.get_strategy())
-
-
-@pytest.mark.parametrize("name", extended("int8", "bf16"))
-def test_activations_in_fewer_bytes_learn_the_digits_as_well(name, learned_exactly, pipeline):
-    exact_loss, exact = learned_exactly
-    loss, accuracy = learned(pipeline(microbatches=4, activation_compression=name))
+        exact_loss, exact = learned(tf.distribute.get_strategy())
+    loss, accuracy = learned(pipeline(microbatches=4, activation_compression="int8"))
     assert exact > 0.85
     # Something was lost, and it does not show in what has been learned.
     assert loss != pytest.approx(exact_loss, rel=1e-5)

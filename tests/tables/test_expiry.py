@@ -83,7 +83,7 @@ EXPIRES = {
     ("expire", "count", "servers"),
     [
         *(("lru", None, 1), ("lfu", 2, 2), ("both", None, 2)),
-        *extended(("unused", 2, 1), ("lru", 2, 2), ("lfu", None, 1), ("both", 2, 1)),
+        *extended(("unused", 2, 1), ("both", 2, 1)),
     ],
 )
 def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
