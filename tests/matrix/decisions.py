@@ -59,6 +59,13 @@ _WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muo
 
 DECISIONS = [
     _by_design(
+        "random",
+        "random, seeded by a number",
+        ("XLA",),
+        "XLA draws other numbers from a seed, as it does in plain Keras.",
+        "all_reduce.md#xla",
+    ),
+    _by_design(
         "programs",
         "programs: mixed bfloat16 kept in float32",
         ("XLA",),
