@@ -154,6 +154,13 @@ def servers():
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
         model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0)
+        if hasattr(keras.optimizers, "MultiOptimizer"):
+            strategy = keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, mode="sync")
+            with strategy.scope():
+                several = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+                rules = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
+                several.compile(keras.optimizers.MultiOptimizer(rules), "mse")
+            several.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0)
         others = {
             "tensorflow.python.ops.resource_variable_ops.ResourceVariable._read_variable_op": (
                 isinstance(model.trainable_variables[0].value, PulledVariable)

@@ -16,7 +16,7 @@ from tests.multi_process.case_models import (
 
 
 @case
-def regularisers_and_constraint():
+def regularizers_and_constraint():
     layers = [
         keras.layers.Reshape((3, 4, 1)),
         keras.layers.Conv2D(4, 2, kernel_regularizer="l2", activity_regularizer="l1"),

@@ -102,7 +102,7 @@ def test_only_what_carries_the_stamp_counts(has_rows, variable):
 
 
 class Optimizer:
-    name = "sgd"
+    name, variables, _iterations = "sgd", (), None
 
 
 def handed_over(twice=False, in_branch=False):
@@ -168,7 +168,8 @@ def a_step(change, log=False, changes=None):
             inner = (lambda: change(gradients())) if changes == "inside" else gradients
             given = tf.function(inner)() if changes else gradients()
             handed = given if changes == "inside" else change(given)
-            replica_step.hand_over(Optimizer(), handed, [variable])
+            of_keras = types.SimpleNamespace(_value=variable, path="weight")
+            replica_step.hand_over(Optimizer(), handed, [of_keras])
             if log:
                 tf.linalg.global_norm(given)
 

@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
 
 
 def _changes_what_follows(operation: str) -> bool:
-    """Whether one more call of an operation in a dataset may change what the next one returns."""
+    """Whether a call of an operation may change what the next one returns."""
     # Python code; generators of Keras (such as those of `MixUp`) and of TensorFlow.
     return "PyFunc" in operation or operation.startswith(("Assign", "RngReadAndSkip"))
 

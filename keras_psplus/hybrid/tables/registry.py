@@ -148,7 +148,7 @@ class Tables:
         self._row_caches.forget(table)
 
     def _made(self, what: str, **arguments: Any) -> str:
-        """Has the chief make something on the servers; returns why they refuse it, if they do."""
+        """Has the chief make something on the servers; returns their refusal."""
         if not self._is_chief:
             return ""
         try:
