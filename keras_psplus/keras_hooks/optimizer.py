@@ -4,6 +4,9 @@ Stock Keras clips each replica's own gradients and sums them afterwards, which n
 would do. The order is written down in `core/gradient_path.py`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 
 from keras_psplus.core import gradient_path
@@ -23,8 +26,10 @@ from keras_psplus.keras_internals.keras_parts import (
 _BASE = base_optimizer.BaseOptimizer
 _TF = tf_optimizer.TFOptimizer
 _LOSS_SCALE = loss_scale_optimizer.LossScaleOptimizer
-# Not in all versions of Keras.
-_OF_SEVERAL = [one for one in [getattr(keras.optimizers, "MultiOptimizer", None)] if one]
+_APPLY: list[tuple[Any, Callable[[Any], Any]]] = [(_BASE, of_applied), (_LOSS_SCALE, of_applied)]
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    # Handed over whole, it counts a step once. Not in all versions of Keras.
+    _APPLY.append((keras.optimizers.MultiOptimizer, of_handed_over))
 
 HOOKS = (
     Hook(
@@ -59,22 +64,11 @@ HOOKS = (
             owner,
             "apply",
             ["self", "grads", "trainable_variables"],
-            of_applied,
+            find,
             "apply",
             "`updates=` says when to step; synchronous workers hand their gradients over",
         )
-        for owner in (_BASE, _LOSS_SCALE)
-    ),
-    *(
-        Hook(
-            owner,
-            "apply",
-            ["self", "grads", "trainable_variables"],
-            of_handed_over,
-            "apply",
-            "synchronous workers hand the gradients of all its optimizers over, and count one step",
-        )
-        for owner in _OF_SEVERAL
+        for owner, find in _APPLY
     ),
     Hook(
         _TF,

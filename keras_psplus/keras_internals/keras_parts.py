@@ -91,7 +91,7 @@ def _in_use(cls: Any, attribute: str) -> Any:
     )
 
 
-# What `keras.export.ExportArchive()` makes.
+# The class of the backend, which `keras.export.ExportArchive()` makes.
 ExportArchive = _in_use(type(keras.export.ExportArchive()), "write_out")
 # The trainer of all backends, and TensorFlow's.
 BaseTrainer = _in_use(keras.Model, "compile_from_config")

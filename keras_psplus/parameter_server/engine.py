@@ -269,15 +269,16 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("build_optimizer")
     def _build_optimizer(self, call: Call) -> Any:
-        optimizer, variables = call.owner, call.get("variables")
-        cut = [one for one in variables if len(parts_of(one._value)) > 1]
-        if cut and isinstance(optimizer, keras.optimizers.Adafactor):
+        is_of_wholes = isinstance(call.owner, keras.optimizers.Adafactor)
+        for variable in call.get("variables") if is_of_wholes else ():
+            shards = len(parts_of(variable._value))
+            if shards == 1:
+                continue
             raise ValueError(
                 "Adafactor computes with whole rows and columns of a weight, and shards of a "
                 "variable are updated one by one. Pass `variable_partitioner=None` to the strategy "
                 "to keep variables whole, or take another optimizer. "
-                f"Received: {optimizer.name} for {cut[0].path}, in {len(parts_of(cut[0]._value))} "
-                "shards"
+                f"Received: {call.owner.name} for {variable.path}, in {shards} shards"
             )
         return super()._build_optimizer(call)
 

@@ -28,17 +28,21 @@ class LeftProcesses:
     """
 
     def __init__(self) -> None:
-        mark = uuid.uuid4().hex
-        self.environment = {VARIABLE: mark}
+        self.environment = {VARIABLE: uuid.uuid4().hex}
         self._process: subprocess.Popen[str] | None = None
-        self._mark = mark
 
     def add(self, pid: int) -> None:
         """Notes that a task was started, the leader of a session."""
         if sys.platform != "linux":
             return
         if self._process is None:
-            command = [sys.executable, "-I", "-S", __file__, f"{VARIABLE}={self._mark}"]
+            command = [
+                sys.executable,
+                "-I",
+                "-S",
+                __file__,
+                f"{VARIABLE}={self.environment[VARIABLE]}",
+            ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -97,7 +101,7 @@ def _main(mark: str, told: IO[str]) -> None:
         if line == "leave\n":
             return
         (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
-    # What is started meanwhile is found by a second look.
+    # A second look finds processes that were started meanwhile.
     for _ in range(2):
         for pid in _left(mark.encode(), sessions):
             try:

@@ -20,26 +20,34 @@ _LARGEST = int(1e9)
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Context after which a script draws by Python and numpy what it would have drawn."""
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    again = _remembered_by_python()
     try:
         yield
     finally:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
+        again()
 
 
 def remembered() -> Callable[[], None]:
     """Function that has Python, numpy and TensorFlow draw again what they draw from now on."""
-    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    by_python = _remembered_by_python()
     # Of the seeds of operations, if there is a global one.
     generator = getattr(context.context(), "_rng", None)
     of_operations = None if generator is None else generator.getstate()
 
     def again() -> None:
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
+        by_python()
         if generator is not None:
             generator.setstate(of_operations)
+
+    return again
+
+
+def _remembered_by_python() -> Callable[[], None]:
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+
+    def again() -> None:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
 
     return again
 

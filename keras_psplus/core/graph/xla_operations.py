@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_psplus.tf_internals import registered_kernels
 
 _REFUSED = ("Collective", "While", "StatelessWhile")
-# What leaves these for their gradient is an optional value, of which XLA has none.
+# Their gradients need optional values, of which XLA has none.
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
 _DEVICES = {"XLA_CPU_JIT", "XLA_GPU_JIT"}
 # Parts of a function, which compilation replaces.

@@ -75,13 +75,16 @@ class ControlPlane:
         """Names of all workers, in rank order."""
         return list(self._names)
 
-    def check_same(self, kind: str, fingerprint: str, description: str) -> None:
+    def check_same(self, kind: str, fingerprint: str, description: str) -> str:
         """Raises on all workers if one of them differs from the first.
 
         Args:
             kind: What the workers are doing, such as `"variable"`.
             fingerprint: Text that must be equal on all workers.
             description: Text for people, shown in the error.
+
+        Returns:
+            The first worker's description.
 
         Raises:
             ValueError: If this worker differs; the others get the text by TensorFlow's own
@@ -92,7 +95,7 @@ class ControlPlane:
         if self.task.name == leader:
             self._put(message)
             self._sequence += 1
-            return
+            return description
         theirs = self._get(leader, kind)
         self._sequence += 1
         if theirs.split("\n")[:2] != message.split("\n")[:2]:
@@ -102,6 +105,7 @@ class ControlPlane:
                 "script and build the same model in the same order. "
                 f"Received: {_readable(message)} on {self.task.name} ({self.task.address})"
             )
+        return theirs.split("\n", 2)[2]
 
     def exchange(self, kind: str, text: str) -> list[str]:
         """Gives every worker's text to every worker, in rank order.

@@ -162,9 +162,10 @@ class Tables:
     def _agree(self, kind: str, fingerprint: str, description: str, refusal: str) -> None:
         """Checks that all workers are at the same, and raises on all what servers refuse."""
         if self._control is not None:
+            # The others would wait for a chief that has ended with an error.
+            told = f"{description}\n{refusal}".rstrip("\n")
             with failure.translate_errors(self._control.task):
-                self._control.check_same(kind, fingerprint, description)
-                # Otherwise the others would wait for a chief that has ended with an error.
-                refusal = self._control.exchange(f"refusal of {kind}", refusal)[0]
+                told = self._control.check_same(kind, fingerprint, told)
+            refusal = told.partition("\n")[2]
         if refusal:
             raise TableServerError(refusal)
