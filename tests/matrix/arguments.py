@@ -54,7 +54,7 @@ def _compiled_by(some):
 
 
 bundle("compile", "compile", COMPILE, _compiled_by(COMPILE))
-# What changes how steps are made.
+# Arguments that change how steps are made.
 for _name, _value in {"run_eagerly": True, "steps_per_execution": 3, "jit_compile": True}.items():
     bundle("compile", f"compile: {_name}", (_name,), _compiled_by({_name: {_name: _value}}))
 FIT = {

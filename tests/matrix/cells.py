@@ -15,23 +15,9 @@ import time
 import numpy as np
 
 from tests.matrix import decisions, recipes, training
+from tests.matrix.columns import COLUMNS
 from tests.support import cluster
 
-# By column: the layout, and further arguments of `compile`.
-COLUMNS = {
-    "shard all": ("all2", {}),
-    "tensor parallel": ("tp2", {}),
-    "pipeline": ("pipeline2", {}),
-    "hybrid": ("hybrid22", {}),
-    "sync servers, cut": ("sync_sharded", {}),
-    "sync servers": ("sync_threads", {}),
-    "async servers": ("async_threads", {}),
-    "async servers, cut": ("async_sharded", {}),
-    "two devices": ("devices2", {}),
-    "shard optimizer": ("opt2", {}),
-    "all-reduce": ("ar2", {}),
-    "XLA": ("ar2", {"jit_compile": True}),
-}
 recipes.import_all()
 BUNDLES = training.bundles()
 
@@ -78,10 +64,10 @@ def _outcome(title, names, column):
     began, bundle = time.monotonic(), BUNDLES[title]
     kind, error, text = _result(bundle, names, column)
     link = ""
-    decided = {decisions.of(bundle.family, name, column, title) for name in names}
+    decided = {decisions.of(title, name, column) for name in names}
     [decision] = decided if len(decided) == 1 else [None]
     if decision and (kind == decision.kind or kind == "wrong" and decision.kind == "by design"):
-        # What differs by design is finite numbers.
+        # Differences by design are of finite numbers.
         kind = decision.kind if np.isfinite(error) else "wrong"
         text, link = decision.reason, decision.link
     elif kind == "refused":
@@ -92,7 +78,6 @@ def _outcome(title, names, column):
 
 def _result(bundle, names, column):
     """`equal`, `refused` or `wrong`, the difference, and where it is or the message."""
-    layout, options = COLUMNS[column]
     arguments = {"title": bundle.title, "names": list(names)}
     expected = dict(cluster.reference(training.run, **arguments, reads=True))
     of_file = [name for name in expected if name.startswith("read/")]
@@ -103,7 +88,14 @@ def _result(bundle, names, column):
     with tempfile.TemporaryDirectory() as folder:
         file = {"file": str(pathlib.Path(folder, "model.keras"))} if of_file else {}
         try:
-            results = cluster.run(layout, training.run, seconds=400, **arguments, **options, **file)
+            results = cluster.run(
+                COLUMNS[column].layout,
+                training.run,
+                seconds=400,
+                **arguments,
+                **COLUMNS[column].options,
+                **file,
+            )
             differences = [_difference(results.first, expected)]
             if file:
                 read = cluster.run("plain", training.read, **file).first

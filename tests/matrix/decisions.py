@@ -6,24 +6,23 @@ import fnmatch
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A decision on names in columns.
+    """A decision on bundles in columns.
 
     Attributes:
         kind: `by design` or `refused`.
-        family: The family, or a pattern.
-        names: Patterns of names.
-        columns: Columns.
+        titles: Patterns of the bundles' titles.
+        columns: The columns.
         reason: The sentence on the page.
         link: The page that says so.
+        names: The names of the bundles that it is on; None for all.
     """
 
     kind: str
-    family: str
-    names: tuple
+    titles: tuple
     columns: tuple
     reason: str
     link: str
-    title: str = "*"
+    names: tuple | None = None
 
 
 _REPLICAS = (
@@ -31,175 +30,158 @@ _REPLICAS = (
     *("sync servers, cut", "hybrid", "XLA"),
 )
 _PARTS = *_REPLICAS, "pipeline"
-
-
-def _by_design(family, title, columns, reason, link):
-    return Decision("by design", family, ("*",), columns, reason, link, title)
-
-
-def _refused(family, title, columns, reason, link):
-    return Decision("refused", family, ("*",), columns, reason, link, title)
-
-
-# Of tables on servers.
-_NO_ROWS = (
-    *("callbacks: SwapEMAWeights", "optimizers with arguments: Adam, averaged"),
-    *(
-        "optimizers with arguments: Adam, overwritten",
-        "optimizers with arguments: Adam, accumulated",
-    ),
-    *("optimizers: Lamb", "optimizers: Adafactor", "optimizers: Muon", "optimizers: Optimizer"),
-    *("optimizers: MultiOptimizer", "optimizers: OptimizerMap", "optimizers: ScheduleFreeAdamW"),
-    *("optimizers with arguments: Adafactor", "optimizers with arguments: Muon"),
-    *("optimizers with arguments: ScheduleFreeAdamW", "optimizers with arguments: MultiOptimizer"),
-)
-
-# Of variables in shards.
-_WHOLE = "optimizers: Lamb", "optimizers: Muon", "optimizers with arguments: Muon"
-
 DECISIONS = [
-    _by_design(
-        "random",
-        "random, seeded by a number",
+    Decision(
+        "by design",
+        ("random, seeded by a number",),
         ("XLA",),
         "XLA draws other numbers from a seed, as it does in plain Keras.",
         "all_reduce.md#xla",
     ),
-    _by_design(
-        "programs",
-        "programs: mixed bfloat16 kept in float32",
+    Decision(
+        "by design",
+        ("programs: mixed bfloat16 kept in float32",),
         ("XLA",),
         "XLA rounds less often between operations of 16 bits.",
         "all_reduce.md#xla",
     ),
-    _by_design(
-        "arguments of optimizers",
-        "optimizers with arguments: Adam, accumulated",
+    Decision(
+        "by design",
+        ("optimizers with arguments: Adam, accumulated",),
         ("async servers",),
         "Sums of gradients are kept by the workers; weights are those of one process.",
         "parameter_server.md#limits",
     ),
     Decision(
         "by design",
-        "callbacks",
-        ("Callback",),
+        ("callbacks",),
         ("async servers",),
         "Logs of a batch are those of the furthest batch whose step has come back.",
         "parameter_server.md",
+        ("Callback",),
     ),
-    *(
-        _by_design(
-            "*",
-            title,
-            ("sync servers, cut", "async servers, cut"),
-            "The optimizer sees each shard of a variable as a variable of its own.",
-            "parameter_server.md#limits",
-        )
-        for title in (*_WHOLE, "optimizers: Optimizer")
+    Decision(
+        "by design",
+        (
+            "optimizers: Lamb",
+            "optimizers: Muon",
+            "optimizers with arguments: Muon",
+            "optimizers: Optimizer",
+        ),
+        ("sync servers, cut", "async servers, cut"),
+        "The optimizer sees each shard of a variable as a variable of its own.",
+        "parameter_server.md#limits",
     ),
-    *(
-        _refused(
-            "*",
-            title,
-            ("sync servers, cut",),
-            "It computes with whole rows and columns: keep variables whole.",
-            "parameter_server.md#limits",
-        )
-        for title in ("optimizers: Adafactor", "optimizers with arguments: Adafactor")
+    Decision(
+        "refused",
+        ("optimizers: Adafactor", "optimizers with arguments: Adafactor"),
+        ("sync servers, cut",),
+        "It computes with whole rows and columns: keep variables whole.",
+        "parameter_server.md#limits",
     ),
-    _refused(
-        "layers",
-        "layers: TFSMLayer",
+    Decision(
+        "refused",
+        ("layers: TFSMLayer",),
         ("pipeline",),
         "Its function goes on reading the variables that it was loaded with: do not train it.",
         "pipeline.md#limits",
     ),
-    *(
-        _refused(
-            "*",
-            title,
-            ("hybrid",),
-            "Servers update rows by themselves, and know neither averages nor this formula.",
-            "hybrid.md#what-they-do-with-rows",
-        )
-        for title in _NO_ROWS
+    Decision(
+        "refused",
+        (
+            "callbacks: SwapEMAWeights",
+            "optimizers with arguments: Adam, averaged",
+            "optimizers with arguments: Adam, overwritten",
+            "optimizers with arguments: Adam, accumulated",
+            "optimizers: Lamb",
+            "optimizers: Adafactor",
+            "optimizers: Muon",
+            "optimizers: Optimizer",
+            "optimizers: MultiOptimizer",
+            "optimizers: ScheduleFreeAdamW",
+            "optimizers with arguments: Adafactor",
+            "optimizers with arguments: Muon",
+            "optimizers with arguments: ScheduleFreeAdamW",
+            "optimizers with arguments: MultiOptimizer",
+        ),
+        ("hybrid",),
+        "Servers update rows by themselves, and know neither averages nor this formula.",
+        "hybrid.md#what-they-do-with-rows",
     ),
-    _refused(
-        "compile",
-        "compile: jit_compile",
+    Decision(
+        "refused",
+        ("compile: jit_compile",),
         ("tensor parallel",),
         "Layers in parts talk to other workers: leave the default, `jit_compile='auto'`.",
         "tensor_parallel.md",
     ),
-    _refused(
-        "programs",
-        "programs: tied weights",
+    Decision(
+        "refused",
+        ("programs: tied weights",),
         ("hybrid",),
         "Tables on servers are read by rows: keep one that is read whole on the workers.",
         "hybrid.md#limits",
     ),
-    _refused(
-        "programs",
-        "programs: clipped gradients",
+    Decision(
+        "refused",
+        ("programs: clipped gradients",),
         ("sync servers", "sync servers, cut"),
         "A worker sees its part of a gradient alone: clip by the optimizer's arguments.",
         "sync_parameter_server.md#limits",
     ),
-    _refused(
-        "programs",
-        "programs: tf_function in a layer",
+    Decision(
+        "refused",
+        ("programs: tf_function in a layer",),
         ("sync servers, cut", "async servers, cut"),
         "A variable in shards cannot be read in a function that the step calls.",
         "parameter_server.md#limits",
     ),
-    _refused(
-        "programs",
-        "programs: jacobian by inputs",
+    Decision(
+        "refused",
+        ("programs: jacobian by inputs",),
         ("tensor parallel",),
         "What workers compute in parts is not vectorized: pass `experimental_use_pfor=False`.",
         "tensor_parallel.md",
     ),
-    _refused(
-        "compile",
-        "compile: run_eagerly",
+    Decision(
+        "refused",
+        ("compile: run_eagerly",),
         (
-            *("shard optimizer", "shard all", "tensor parallel", "pipeline", "sync servers"),
-            *("sync servers, cut", "async servers"),
+            "shard optimizer",
+            "shard all",
+            "tensor parallel",
+            "pipeline",
+            "sync servers",
+            "sync servers, cut",
+            "async servers",
         ),
         "A worker runs traced functions only: debug a step in one process.",
         "limits.md",
     ),
-    _by_design(
-        "layers",
-        "layers: random, *",
+    Decision(
+        "by design",
+        ("layers: random, *", "random, seeded by a generator"),
         _PARTS,
         "Each replica draws numbers of its own.",
         "differences.md#layers",
     ),
-    _by_design(
-        "random",
-        "random, seeded by a generator",
-        _PARTS,
-        "Each replica draws numbers of its own.",
-        "differences.md#layers",
-    ),
-    _by_design(
-        "layers",
-        "layers: statistics of rows",
+    Decision(
+        "by design",
+        ("layers: statistics of rows",),
         _PARTS,
         "Each replica takes the statistics of its own rows; with `synchronized=True`, of all.",
         "differences.md#layers",
     ),
-    _by_design(
-        "losses",
-        "losses: *, of *",
+    Decision(
+        "by design",
+        ("losses: *, of *",),
         _REPLICAS,
         "The loss sees the rows of one replica.",
         "differences.md#losses-and-metrics",
     ),
-    _by_design(
-        "layers",
-        "*, SpectralNormalization",
+    Decision(
+        "by design",
+        ("*, SpectralNormalization",),
         ("pipeline",),
         "Each micro-batch takes one step of its power iteration.",
         "pipeline.md#what-differs-from-one-process",
@@ -207,14 +189,11 @@ DECISIONS = [
 ]
 
 
-def of(family, name, column, title):
-    """Returns the decision on a name of a family in a column, or None."""
+def of(title, name, column):
+    """Returns the decision on a name of a bundle in a column, or None."""
     for one in DECISIONS:
-        if (
-            fnmatch.fnmatch(family, one.family)
-            and column in one.columns
-            and any(fnmatch.fnmatchcase(name, pattern) for pattern in one.names)
-            and fnmatch.fnmatchcase(title, one.title)
-        ):
-            return one
+        is_on = one.names is None or name in one.names
+        if is_on and column in one.columns:
+            if any(fnmatch.fnmatchcase(title, pattern) for pattern in one.titles):
+                return one
     return None

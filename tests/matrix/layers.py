@@ -5,6 +5,7 @@ input -> before (trained) -> layer, layer, ... -> concatenated -> head
 ```
 """
 
+import functools
 import importlib.util
 import tempfile
 
@@ -21,6 +22,7 @@ from tests.matrix.training import (
     numbers,
     script,
     trained,
+    trained_branches,
 )
 
 L = keras.layers
@@ -56,10 +58,7 @@ def program(kind, recipes):
         if dtype == "float32":
             h = L.Dense(shape[-1], name="before")(x)
         branches = [_flat(recipes[name](x, h)) for name in names]
-        joined = L.Concatenate()(branches) if len(branches) > 1 else branches[0]
-        model = keras.Model(x, L.Dense(2, name="head")(joined))
-        compiled(model, keras.optimizers.SGD(RATES.get(kind, 0.01), momentum=0.5), "mse")
-        return trained(model, rows(), numbers(ROWS, 2, seed=1))
+        return trained_branches(x, branches, RATES.get(kind, 0.01), rows())
 
     return run
 
@@ -141,25 +140,18 @@ RECIPES["rows"] |= {
     "subtract": lambda x, h: L.subtract([h, x]),
 }
 RECIPES["sequences"] |= {
-    "AdaptiveAveragePooling1D": one(lambda: L.AdaptiveAveragePooling1D(2)),
-    "AdaptiveMaxPooling1D": one(lambda: L.AdaptiveMaxPooling1D(2)),
     "AdditiveAttention": two(L.AdditiveAttention),
     "Attention": two(lambda: L.Attention(use_scale=True)),
-    "AveragePooling1D": one(lambda: L.AveragePooling1D(2)),
     "Bidirectional": one(lambda: L.Bidirectional(L.GRU(3))),
     "Conv1D": one(lambda: L.Conv1D(4, 3)),
     "Conv1DTranspose": one(lambda: L.Conv1DTranspose(4, 3)),
-    "Cropping1D": one(L.Cropping1D),
     "DepthwiseConv1D": one(lambda: L.DepthwiseConv1D(3)),
     "GRU": one(lambda: L.GRU(4)),
     "GRUCell": one(lambda: L.RNN(L.GRUCell(4))),
-    "GlobalAveragePooling1D": one(L.GlobalAveragePooling1D),
-    "GlobalMaxPooling1D": one(L.GlobalMaxPooling1D),
     "GroupQueryAttention": lambda x, h: L.GroupQueryAttention(2, 4, 2)(h, h),
     "LSTM": one(lambda: L.LSTM(4, return_sequences=True)),
     "LSTMCell": one(lambda: L.RNN(L.LSTMCell(4))),
     "Masking": lambda x, h: L.LSTM(4)(L.Masking(0.5)(x)),
-    "MaxPooling1D": one(lambda: L.MaxPooling1D(2)),
     "MultiHeadAttention": lambda x, h: L.MultiHeadAttention(2, 2)(h, x),
     "Permute": one(lambda: L.Permute((2, 1))),
     "RNN": one(lambda: L.RNN(L.SimpleRNNCell(4), go_backwards=True)),
@@ -168,14 +160,9 @@ RECIPES["sequences"] |= {
     "SimpleRNNCell": one(lambda: L.RNN(L.SimpleRNNCell(4))),
     "StackedRNNCells": one(lambda: L.RNN(L.StackedRNNCells([L.GRUCell(4), L.GRUCell(3)]))),
     "TimeDistributed": one(lambda: L.TimeDistributed(L.Dense(4))),
-    "UpSampling1D": one(L.UpSampling1D),
-    "ZeroPadding1D": one(L.ZeroPadding1D),
 }
 RECIPES["images"] |= {
-    "AdaptiveAveragePooling2D": one(lambda: L.AdaptiveAveragePooling2D(2)),
-    "AdaptiveMaxPooling2D": one(lambda: L.AdaptiveMaxPooling2D(2)),
     "AutoContrast": raw(lambda: L.AutoContrast(value_range=(0, 1))),
-    "AveragePooling2D": one(lambda: L.AveragePooling2D(2)),
     "CenterCrop": one(lambda: L.CenterCrop(4, 4)),
     "ContrastLimitedAdaptiveHistogramEqualization": raw(
         lambda: L.ContrastLimitedAdaptiveHistogramEqualization(
@@ -185,35 +172,41 @@ RECIPES["images"] |= {
     "Conv2D": one(lambda: L.Conv2D(4, 3)),
     "Conv2DTranspose": one(lambda: L.Conv2DTranspose(4, 3)),
     "ConvLSTM1D": one(lambda: L.ConvLSTM1D(2, 3)),
-    "Cropping2D": one(L.Cropping2D),
     "DepthwiseConv2D": one(lambda: L.DepthwiseConv2D(3)),
     "Equalization": raw(lambda: L.Equalization(value_range=(0, 1))),
-    "GlobalAveragePooling2D": one(L.GlobalAveragePooling2D),
-    "GlobalMaxPooling2D": one(L.GlobalMaxPooling2D),
     "GroupNormalization": one(lambda: L.GroupNormalization(3)),
-    "MaxPooling2D": one(lambda: L.MaxPooling2D(2)),
     "RandomGrayscale": raw(lambda: L.RandomGrayscale(1.0)),
     "Rescaling": one(lambda: L.Rescaling(2.0, 0.1)),
     "Resizing": one(lambda: L.Resizing(5, 5)),
     "SeparableConv2D": one(lambda: L.SeparableConv2D(4, 3)),
-    "UpSampling2D": one(L.UpSampling2D),
-    "ZeroPadding2D": one(L.ZeroPadding2D),
 }
 RECIPES["volumes"] |= {
-    "AdaptiveAveragePooling3D": one(lambda: L.AdaptiveAveragePooling3D(2)),
-    "AdaptiveMaxPooling3D": one(lambda: L.AdaptiveMaxPooling3D(2)),
-    "AveragePooling3D": one(lambda: L.AveragePooling3D(2)),
     "Conv3D": one(lambda: L.Conv3D(2, 2)),
     "Conv3DTranspose": one(lambda: L.Conv3DTranspose(2, 2)),
     "ConvLSTM2D": one(lambda: L.ConvLSTM2D(2, 2)),
     "ConvLSTM3D": lambda x, h: L.ConvLSTM3D(2, 2)(L.Reshape((2, 4, 4, 2, 2))(h)),
-    "Cropping3D": one(L.Cropping3D),
-    "GlobalAveragePooling3D": one(L.GlobalAveragePooling3D),
-    "GlobalMaxPooling3D": one(L.GlobalMaxPooling3D),
-    "MaxPooling3D": one(lambda: L.MaxPooling3D(2)),
-    "UpSampling3D": one(lambda: L.UpSampling3D(2)),
-    "ZeroPadding3D": one(L.ZeroPadding3D),
 }
+# In one, two and three dimensions.
+for _number, _kind in enumerate(("sequences", "images", "volumes"), 1):
+    RECIPES[_kind] |= {
+        name: one(functools.partial(getattr(L, name), *arguments))
+        for name, arguments in {
+            f"AdaptiveAveragePooling{_number}D": (2,),
+            f"AdaptiveMaxPooling{_number}D": (2,),
+            f"AveragePooling{_number}D": (2,),
+            f"MaxPooling{_number}D": (2,),
+            f"GlobalAveragePooling{_number}D": (),
+            f"GlobalMaxPooling{_number}D": (),
+            f"Cropping{_number}D": (),
+            f"UpSampling{_number}D": (2,),
+            f"ZeroPadding{_number}D": (),
+        }.items()
+        if hasattr(L, name)
+    }
+    RANDOM[f"SpatialDropout{_number}D"] = (
+        _kind,
+        one(functools.partial(getattr(L, f"SpatialDropout{_number}D"), 0.2)),
+    )
 RECIPES["waves"] |= {
     "MelSpectrogram": raw(
         lambda: keras.Sequential(
@@ -286,9 +279,6 @@ RANDOM |= {
     "RandomTranslation": ("images", raw(lambda: L.RandomTranslation(0.2, 0.2))),
     "RandomZoom": ("images", raw(lambda: L.RandomZoom(0.2))),
     "Solarization": ("images", raw(lambda: L.Solarization(0.5, 0.5, (0, 1)))),
-    "SpatialDropout1D": ("sequences", one(lambda: L.SpatialDropout1D(0.2))),
-    "SpatialDropout2D": ("images", one(lambda: L.SpatialDropout2D(0.2))),
-    "SpatialDropout3D": ("volumes", one(lambda: L.SpatialDropout3D(0.2))),
 }
 # Applied to datasets of dicts or of images and labels.
 IN_DATASETS = {
@@ -308,7 +298,7 @@ def _is_installed(package):
 
 
 def _add(title, kind, recipes):
-    names = [name for name in recipes if hasattr(L, name) and _is_installed(NEEDED.get(name))]
+    names = sorted(n for n in recipes if hasattr(L, n) and _is_installed(NEEDED.get(n)))
     for name in ALONE.intersection(names):
         bundle("layers", f"layers: {title}, {name}", (name,), program(kind, recipes))
         names.remove(name)

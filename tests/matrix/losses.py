@@ -44,10 +44,15 @@ class Rounded(L.Layer):
         return keras.ops.clip(keras.ops.round(2.0 * keras.ops.stop_gradient(x) + 1.0), 0.0, 2.0)
 
 
+def _embedded():
+    """Tokens, and their rows of a table."""
+    tokens = keras.Input((4,), dtype="int32")
+    return tokens, L.Flatten()(L.Embedding(30, 4, name="table")(tokens))
+
+
 def _model(heads):
     """A model of heads by name, each of a kind."""
-    tokens = keras.Input((4,), dtype="int32")
-    h = L.Flatten()(L.Embedding(30, 4, name="table")(tokens))
+    tokens, h = _embedded()
     h = L.Dense(8, "tanh", name="shared")(h)
     outputs = {}
     for name, kind in heads.items():
@@ -71,8 +76,6 @@ LOSSES = {
     "signs": ("Hinge", "SquaredHinge"),
     "labels": ("CTC",),
 }
-# What is one number for the whole batch, or sees other rows.
-OF_BATCHES = {"mask": ("Dice", "Tversky"), "numbers": ("Circle",), "index": ("Circle",)}
 FUNCTIONS = {
     "binary": ("binary_crossentropy", "binary_focal_crossentropy"),
     "one of four": (
@@ -165,8 +168,7 @@ for _name in ("dice", "tversky"):
 
 
 def _circle(names):
-    tokens = keras.Input((4,), dtype="int32")
-    h = L.Flatten()(L.Embedding(30, 4, name="table")(tokens))
+    tokens, h = _embedded()
     model = keras.Model(tokens, L.UnitNormalization()(L.Dense(4)(h)))
     [name] = names
     loss = getattr(keras.losses, name)
@@ -302,8 +304,7 @@ class Noting(L.Layer):
 
 
 def _in_layers(names):
-    tokens = keras.Input((4,), dtype="int32")
-    h = L.Flatten()(L.Embedding(30, 4, name="table")(tokens))
+    tokens, h = _embedded()
     model = keras.Model(tokens, L.Dense(3)(Noting()(L.Dense(4, "tanh")(h))))
     compiled(model, keras.optimizers.SGD(0.05), "mse")
     return trained(model, integers(ROWS, 4, below=30), numbers(ROWS, 3, seed=2))

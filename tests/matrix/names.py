@@ -24,7 +24,7 @@ _CALLS = {
     "evaluate": keras.Model.evaluate,
     "predict": keras.Model.predict,
 }
-# What makes an object of a text, or a text of an object.
+# Functions that make an object of a text, or a text of an object.
 _CONVERTERS = {"get", "serialize", "deserialize"}
 _MAKERS_OF_DATA = (
     *("PyDataset", "split_dataset", "timeseries_dataset_from_array"),

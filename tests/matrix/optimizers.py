@@ -20,7 +20,7 @@ def _ids():
 
 def _program(make, has_table=True):
     def run(names):
-        [name] = names
+        name = names[0]
         table = L.Embedding(16, 4, name="table") if has_table else L.Rescaling(0.1)
         layers = [
             keras.Input((2,), dtype="int32"),
@@ -57,7 +57,6 @@ OPTIMIZERS = {
     "Muon": lambda: opt.Muon(0.01),
     "Nadam": lambda: opt.Nadam(0.01),
     "Optimizer": lambda: Warmed(0.05),
-    "OptimizerMap": _multi,
     "RMSprop": lambda: opt.RMSprop(0.01),
     "SGD": lambda: opt.SGD(0.05),
     "ScheduleFreeAdamW": lambda: opt.ScheduleFreeAdamW(0.01),
@@ -79,13 +78,18 @@ class Warmed(opt.SGD):
         super().update_step(gradient, variable, learning_rate * rate * (1.0 + self.steps.value))
 
 
-def _optimizer(name, model):
-    return OPTIMIZERS[name]()
-
-
+# Names that a program of another has as well.
+_WITH = {"MultiOptimizer": ("OptimizerMap",)}
 for _name in OPTIMIZERS:
     if hasattr(opt, _name):
-        bundle("optimizers", f"optimizers: {_name}", (_name,), _program(_optimizer))
+        _names = (_name, *_WITH.get(_name, ()))
+        _make = OPTIMIZERS[_name]
+        bundle(
+            "optimizers",
+            f"optimizers: {_name}",
+            _names,
+            _program(lambda name, model, make=_make: make()),
+        )
 
 
 # By bundle: the class, its arguments that ride together, and the others.

@@ -10,6 +10,12 @@ import math
 import pathlib
 import sys
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+# isort: split
+from tests.matrix.columns import COLUMNS
+
 FAMILIES = {
     "layers": "Layers",
     "optimizers": "Optimizers",
@@ -30,24 +36,6 @@ FAMILIES = {
     "data": "Data",
     "programs": "Programs",
 }
-COLUMNS = {
-    "all-reduce": "`MultiWorkerMirroredStrategy`, two workers",
-    "two devices": "`MultiWorkerMirroredStrategy`, two devices in one process",
-    "shard optimizer": '`MultiWorkerMirroredStrategy(shard="optimizer")`, two workers',
-    "shard all": '`MultiWorkerMirroredStrategy(shard="all")`, two workers',
-    "tensor parallel": "`ModelParallelStrategy()`, two workers on one row",
-    "hybrid": "`HybridStrategy`, two workers, tables on two servers",
-    "sync servers": '`ParameterServerStrategy(mode="sync")`, two workers',
-    "sync servers, cut": "the same, with a partitioner of two shards",
-    "async servers": "`ParameterServerStrategy()`, one worker",
-    "async servers, cut": "the same, with a partitioner of two shards: programs alone",
-    "pipeline": "`PipelineStrategy`, two stages, three micro-batches",
-    "XLA": "`MultiWorkerMirroredStrategy`, two workers, `compile(jit_compile=True)`",
-}
-_HEADS = (
-    *("AR", "2 dev", "opt", "all", "TP", "hyb", "sync", "sync cut", "async", "async cut"),
-    *("pipe", "XLA"),
-)
 _TOP = """# What of Keras works where
 
 Every public name of Keras, run under every strategy and held against one process of Keras: weights,
@@ -86,9 +74,7 @@ def text(found, versions, exempt, today=None):
             date=(today or datetime.date.today()).isoformat(),
             versions=versions,
             counts=f"Of {counts.total():,} cells: {counted}.",
-            columns="\n".join(
-                f"| {head} | {COLUMNS[column]} |" for head, column in zip(_HEADS, COLUMNS)
-            ),
+            columns="\n".join(f"| {one.head} | {one.strategy} |" for one in COLUMNS.values()),
         )
     ]
     for family, title in FAMILIES.items():
@@ -129,19 +115,24 @@ def _reasons(found, family):
 def _section(title, cells, reasons, exempt):
     lines = [f"## {title}", ""]
     if cells:
-        lines += [f"| | {' | '.join(_HEADS)} |", "|---" * (1 + len(_HEADS)) + "|"]
-        for name in sorted(cells, key=str.lower):
+        heads = [one.head for one in COLUMNS.values()]
+        lines += [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+        for name in sorted(cells, key=_by_letters):
             row = (_mark(cells[name].get(column)) for column in COLUMNS)
             lines.append(f"| {_code(name)} | {' | '.join(row)} |")
         lines.append("")
     for reason, (names, columns) in reasons.items():
-        heads = [head for head, column in zip(_HEADS, COLUMNS) if column in columns]
-        shown = ", ".join(_code(name) for name in sorted(names, key=str.lower))
+        heads = [one.head for column, one in COLUMNS.items() if column in columns]
+        shown = ", ".join(_code(name) for name in sorted(names, key=_by_letters))
         lines.append(f"- {shown} ({', '.join(heads)}): {reason}")
     for reason in sorted(set(exempt.values())):
         shown = ", ".join(f"`{name}`" for name in sorted(exempt) if exempt[name] == reason)
         lines.append(f"- Not run: {shown}: {reason}")
     return "\n".join([*lines, ""])
+
+
+def _by_letters(name):
+    return name.lower(), name
 
 
 def _code(name):
@@ -175,5 +166,4 @@ def main(folder, page):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
     sys.exit(main(*sys.argv[1:]))

@@ -12,10 +12,10 @@ import pathlib
 import pytest
 
 from tests.matrix import cells
+from tests.matrix.columns import COLUMNS
 
 pytestmark = pytest.mark.processes
 
-COLUMNS = list(cells.COLUMNS)
 # By column, the bundles that `make test` runs: each family somewhere, and what takes a route of its
 # own in a strategy.
 TESTED = {
@@ -115,7 +115,7 @@ def _marks(place, title, column):
     marks = [pytest.mark.xdist_group(column)]
     if title in TESTED.get(column, ()):
         return marks
-    is_extended = (place + COLUMNS.index(column)) % 3 == 0
+    is_extended = (place + list(COLUMNS).index(column)) % 3 == 0
     return [*marks, pytest.mark.extended if is_extended else pytest.mark.matrix]
 
 

@@ -1,25 +1,27 @@
 """Programs that the matrix runs train models by this, so that all of them record the same."""
 
 import contextlib
+import dataclasses
 import tempfile
+from collections.abc import Callable
 
 import keras
 import numpy as np
 
-COLUMNS = (
-    *("shard all", "tensor parallel", "pipeline", "hybrid", "sync servers, cut", "sync servers"),
-    *("async servers", "two devices", "shard optimizer", "all-reduce", "XLA"),
-)
+from tests.matrix.columns import COLUMNS
+
 ROWS, BATCH = 25, 8  # The last batch has one row, and a replica none.
 _compile = {}
 _bundles = {}
 
 
+@dataclasses.dataclass(frozen=True)
 class Bundle:
     """Names that ride together in one program.
 
     Attributes:
         family: The family of names.
+        title: What the bundle is called.
         names: The names.
         program: Function of some of the names that trains, and returns a model (or None) and a dict
             of arrays.
@@ -29,10 +31,14 @@ class Bundle:
         makes_scope: Whether the program is also given what makes the scope, and is not in it.
     """
 
-    def __init__(self, family, title, names, program, tolerance, columns, counts):
-        self.family, self.title, self.names, self.program = family, title, tuple(names), program
-        self.tolerance, self.columns, self.counts = tolerance, columns, counts
-        self.makes_scope = False
+    family: str
+    title: str
+    names: tuple
+    program: Callable
+    tolerance: float = 2e-5
+    columns: tuple = tuple(name for name, one in COLUMNS.items() if not one.only_programs)
+    counts: bool = True
+    makes_scope: bool = False
 
 
 def bundles():
@@ -40,10 +46,10 @@ def bundles():
     return dict(_bundles)
 
 
-def bundle(family, title, names, program, tolerance=2e-5, columns=COLUMNS, counts=True):
+def bundle(family, title, names, program, **options):
     """Adds a bundle."""
     assert title not in _bundles, title
-    _bundles[title] = Bundle(family, title, names, program, tolerance, columns, counts)
+    _bundles[title] = Bundle(family, title, tuple(names), program, **options)
 
 
 def script(family, *names, makes_scope=False):
@@ -51,8 +57,12 @@ def script(family, *names, makes_scope=False):
 
     def add(function):
         called = names or (function.__name__.replace("_", " "),)
-        bundle(family, f"{family}: {called[0]}", called, lambda names, *scope: function(*scope))
-        _bundles[f"{family}: {called[0]}"].makes_scope = makes_scope
+        title = f"{family}: {called[0]}"
+
+        def program(names, *scope):
+            return function(*scope)
+
+        bundle(family, title, called, program, makes_scope=makes_scope)
         return function
 
     return add
@@ -86,6 +96,15 @@ def trained(model, x, y, **options):
     return model, found
 
 
+def trained_branches(x, branches, rate, rows):
+    """Trains a model of branches of one input, which a head joins; as `trained`."""
+    layers = keras.layers
+    joined = layers.Concatenate()(branches) if len(branches) > 1 else branches[0]
+    model = keras.Model(x, layers.Dense(2, name="head")(joined))
+    compiled(model, keras.optimizers.SGD(rate, momentum=0.5), "mse")
+    return trained(model, rows, numbers(ROWS, 2, seed=1))
+
+
 def run(scope, title, names, file=None, reads=False, **compile_options):
     """A case: the program of a bundle for some of its names, and a file of the model.
 
@@ -100,18 +119,18 @@ def run(scope, title, names, file=None, reads=False, **compile_options):
     from tests.matrix import recipes
 
     recipes.import_all()
-    program = _bundles[title].program
+    one, names = _bundles[title], tuple(names)
     with _compiling(compile_options):
-        if _bundles[title].makes_scope:
-            model, found = program(tuple(names), scope)
+        if one.makes_scope:
+            model, found = one.program(names, scope)
         else:
             with scope():
-                model, found = program(tuple(names))
+                model, found = one.program(names)
     if model is None:
         return found
     found = {name: _numbers(value) for name, value in found.items()}
     found |= weights_and_slots(model)
-    if not _bundles[title].counts:
+    if not one.counts:
         found = {name: value for name, value in found.items() if name != "slot/0"}
     if reads:
         found |= {f"read/{name}": value for name, value in _read_again(model).items()}

@@ -2,7 +2,7 @@
 
 import keras
 
-from tests.matrix.training import ROWS, bundle, compiled, numbers, trained
+from tests.matrix.training import ROWS, bundle, numbers, trained_branches
 
 L = keras.layers
 
@@ -14,10 +14,7 @@ def _branches(layer):
         x = keras.Input((12,))
         h = L.Dense(8, "tanh", name="before")(x)
         branches = [L.Flatten()(layer(name)(h)) for name in names]
-        joined = L.Concatenate()(branches) if len(branches) > 1 else branches[0]
-        model = keras.Model(x, L.Dense(2, name="head")(joined))
-        compiled(model, keras.optimizers.SGD(0.02, momentum=0.5), "mse")
-        return trained(model, numbers(ROWS, 12), numbers(ROWS, 2, seed=1))
+        return trained_branches(x, branches, 0.02, numbers(ROWS, 12))
 
     return run
 
@@ -41,10 +38,6 @@ class Counted(keras.initializers.Initializer):
 
     def get_config(self):
         return {}
-
-
-# Needs scipy.
-STFT = "STFT", "STFTInitializer"
 
 
 def _initializer(name):

@@ -159,7 +159,7 @@ def test_an_optimizer_that_cannot_be_copied_is_refused():
 
 def resumed(strategy, folder):
     def train(*callbacks):
-        # What is resumed is found by an optimizer's name, that of no other one that lives, which
+        # A resumed state is found by an optimizer's name, that of no other one that lives, which
         # in another process is the same.
         keras.utils.clear_session()
         gc.collect()
