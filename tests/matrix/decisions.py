@@ -73,6 +73,14 @@ DECISIONS = [
         "parameter_server.md#limits",
     ),
     Decision(
+        "by design",
+        ("layers: of tokens",),
+        ("hybrid",),
+        "Rows that a step does not touch stay as they are, with their momenta.",
+        "hybrid.md#what-they-do-with-rows",
+        ("Embedding",),
+    ),
+    Decision(
         "refused",
         ("optimizers: Adafactor", "optimizers with arguments: Adafactor"),
         ("sync servers, cut",),

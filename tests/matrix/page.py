@@ -1,6 +1,7 @@
-"""Writes docs/keras_names.md from the outcomes of `make matrix`.
+"""Writes docs/keras_names.md from the outcomes of `make matrix`, or reads them from it.
 
 python tests/matrix/page.py FOLDER DOCS/PAGE.md
+python tests/matrix/page.py --read FOLDER DOCS/PAGE.md
 """
 
 import collections
@@ -8,6 +9,7 @@ import datetime
 import json
 import math
 import pathlib
+import re
 import sys
 
 if __name__ == "__main__":
@@ -150,6 +152,61 @@ def _mark(one):
     return {"by design": "D", "refused": "R", "wrong": "WRONG"}[one["kind"]]
 
 
+_ROW = re.compile(r"\| `?([^|`]+)`? \| (.+) \|")
+_REASON = re.compile(r"- (.+?) \(([^()`]+)\): (.+?)(?: \(\[more\]\((\S+)\)\))?")
+
+
+def read(text):
+    """Returns the outcomes that a page tells, each of one name."""
+    found, families = [], {f"## {title}": family for family, title in FAMILIES.items()}
+    column_of = {one.head: column for column, one in COLUMNS.items()}
+    family = None
+    for line in text.splitlines():
+        if line.startswith("## "):
+            family, columns, cells = families[line], (), {}
+        elif family and line.startswith("| | "):
+            columns = [column_of[head] for head in line[4:-2].split(" | ")]
+        elif family and (row := _ROW.fullmatch(line)):
+            for column, mark in zip(columns, row[2].split(" | "), strict=True):
+                if mark != "-":
+                    kind = {"D": "by design", "R": "refused"}.get(mark, "equal")
+                    error = float(mark) if kind == "equal" else 0.0
+                    one = {"family": family, "names": [row[1]], "column": column, "kind": kind}
+                    cells[row[1], column] = {**one, "error": error, "text": "", "link": ""}
+                    found.append(cells[row[1], column])
+        elif family and (reason := _REASON.fullmatch(line)):
+            for name in (one.strip("`") for one in reason[1].split(", ")):
+                for head in reason[2].split(", ") if name != "Not run" else ():
+                    one = cells.get((name, column_of.get(head)), {"kind": "equal"})
+                    if one["kind"] != "equal" and not one["text"]:
+                        one.update(text=reason[3], link=reason[4] or "")
+    return found
+
+
+def write_outcomes(folder, found):
+    """Writes outcomes of a page to the folder from which `make matrix` goes on.
+
+    Args:
+        folder: The folder.
+        found: Outcomes, each of one name. Bundles that lack a name's have no file.
+    """
+    from tests.matrix import cells, test_matrix
+
+    known = {(one["family"], one["names"][0], one["column"]): one for one in found}
+    missing = collections.Counter()
+    for title, bundle in cells.BUNDLES.items():
+        for column in bundle.columns:
+            keys = [(bundle.family, name, column) for name in bundle.names]
+            if all(key in known for key in keys):
+                path = test_matrix.path_of(folder, title, column)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                outcomes = [{"bundle": title, **known[key]} for key in keys]
+                path.write_text(json.dumps(outcomes, indent=1))
+            else:
+                missing[column] += 1
+    print(f"{missing.total()} runs are missing: {dict(missing)}")
+
+
 def main(folder, page):
     import keras
     import tensorflow as tf
@@ -166,4 +223,7 @@ def main(folder, page):
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if sys.argv[1] == "--read":
+        write_outcomes(sys.argv[2], read(pathlib.Path(sys.argv[3]).read_text()))
+    else:
+        sys.exit(main(*sys.argv[1:]))

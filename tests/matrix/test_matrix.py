@@ -127,10 +127,15 @@ CELLS = [
 ]
 
 
+def path_of(folder, title, column):
+    """Path of a cell's outcomes."""
+    return pathlib.Path(folder, f"{column} - {title}.json".replace("/", "_"))
+
+
 def _outcomes(title, column):
     """The outcomes of a cell: those that an earlier run has left, or new ones."""
     folder = os.environ.get("MATRIX")
-    path = folder and pathlib.Path(folder, f"{column} - {title}.json".replace("/", "_"))
+    path = folder and path_of(folder, title, column)
     if path and path.exists():
         return [cells.Outcome(**one) for one in json.loads(path.read_text())]
     found = cells.outcomes(title, column)

@@ -32,3 +32,13 @@ def test_rows_and_reasons():
     assert "- `Muon` (hyb): It needs whole tensors. ([more](hybrid.md))" in text
     assert "| WRONG |" in text
     assert "- Not run: `OrbaxCheckpoint`: needs Orbax" in text
+
+
+def test_a_page_is_read_as_it_was_written():
+    found = [
+        one(["Adam"], "all-reduce", error=1e-6),
+        one(["Muon"], "hybrid", "refused", text="It needs whole tensors."),
+        one(["SGD of two"], "XLA", "by design", text="XLA rounds (often).", link="a.md#b"),
+    ]
+    text = page.text(found, "Keras 3", {}, datetime.date(2026, 11, 29))
+    assert page.read(text) == found
