@@ -68,7 +68,7 @@ class AllReduceEngine(DistributedEngine):
     @answers("make_function")
     def _make_function(self, call: Call) -> Callable[..., Any]:
         progress, world = self.strategy.progress, self.strategy.extended.world
-        compiled = self.compiled_calls(call.owner, call.get("step_function"))
+        compiled = self.compiled_calls(call.owner)
         return replica_functions.make_function(progress, world, call, compiled)
 
     @answers("make_predict_function")

@@ -159,24 +159,6 @@ def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
     return reshard_after_forward
 
 
-def check_blocks(shard: str | None, jit_blocks: int | None) -> int | None:
-    """Returns `jit_blocks`, the number of parts in which train steps are compiled.
-
-    Raises:
-        ValueError: If it is no number of parts, or nothing can be compiled.
-    """
-    if jit_blocks is None:
-        return None
-    jit_blocks = whole_number("jit_blocks", jit_blocks, 2)
-    if shard == "all":
-        raise ValueError(
-            '`jit_blocks` cannot be combined with `shard="all"`, where XLA compiles units one by '
-            "one: leave it out, and compile with `jit_compile=True`. "
-            f'Received: jit_blocks={jit_blocks}, shard="all"'
-        )
-    return jit_blocks
-
-
 def check_group(
     shard_group: int | None, shard: str | None, workers: Sequence[str] | None
 ) -> int | None:

@@ -93,8 +93,6 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             backward, which gathers them once more; without, fewer bytes are sent.
         shard_group: Number of consecutive workers, such as those of one host, that share; each
             group has all parts, and sums of parts go from group to group. None for all workers.
-        jit_blocks: Number of parts, 2 or more, in which XLA compiles a model's train step, so that
-            gradients of one are sent while others are computed; None for one part, if at all.
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
@@ -132,7 +130,6 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         shard: str | None = None,
         reshard_after_forward: bool = True,
         shard_group: int | None = None,
-        jit_blocks: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -149,7 +146,6 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         exchanged = shard, shard_group, compression, self._updates, self._topology
         hops, of_weights = shard_option.check_all(*exchanged, workers, self._engine_class)
         self.reshard_after_forward = shard_option.check_reshard(shard, reshard_after_forward)
-        self.jit_blocks = shard_option.check_blocks(shard, jit_blocks)
         self._task = self._start(cluster_resolver, startup_timeout, heartbeat_timeout)
         multi_worker = self._task is not None and self._task.num_workers > 1
         control: ControlPlane | None = None
@@ -160,7 +156,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
         self._options = {"compression": compression, "updates": updates, "topology": topology}
-        self._options |= {"shard": shard, "shard_group": shard_group, "jit_blocks": jit_blocks}
+        self._options |= {"shard": shard, "shard_group": shard_group}
         if shard is not None and multi_worker:
             chosen = shard_option.classes(shard, of_weights, shard_group, self._engine_class)
             self._engine_class, self._extended_class = chosen

@@ -22,7 +22,6 @@ from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.graph.compiled_calls import CompiledCalls
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.core.models import building, model_saving
-from keras_psplus.core.models.compiled_blocks import CompiledBlocks
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
 
@@ -41,12 +40,6 @@ class DistributedEngine(StrategyEngine):
     # Whether variables are copied to this process to be exported.
     exports_copies = False
 
-    @property
-    def jit_blocks(self) -> int | None:
-        """Number of parts in which train steps are compiled, or None."""
-        number: int | None = getattr(self.strategy, "jit_blocks", None)
-        return number
-
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
         self._builder = building.Builder(self.trace_step)
@@ -64,9 +57,7 @@ class DistributedEngine(StrategyEngine):
     def _compile(self, call: Call) -> Any:
         model = call.owner
         arguments = call.arguments
-        checks.check_compile_arguments(
-            self.strategy, model, arguments, self.can_run_eagerly, self.jit_blocks
-        )
+        checks.check_compile_arguments(self.strategy, model, arguments, self.can_run_eagerly)
         jit_compile = arguments.get("jit_compile", "auto")
         # An optimizer given by name makes its variables here: also when compile() is called
         # outside.
@@ -78,29 +69,20 @@ class DistributedEngine(StrategyEngine):
         (self._ask_for_xla.add if jit_compile is True else self._ask_for_xla.discard)(model)
         return result
 
-    def compiled_calls(self, model: keras.Model, step: Any = None) -> CompiledCalls | None:
-        """Compiler of the calls in a new function of a model; None without XLA.
-
-        Args:
-            step: The step that the function takes, such as `model.train_step`.
-        """
-        is_asked_for, number = model in self._ask_for_xla, self.jit_blocks
-        if not (is_asked_for or model.jit_compile or number):
+    def compiled_calls(self, model: keras.Model) -> CompiledCalls | None:
+        """Compiler of the calls in a new function of a model; None without XLA."""
+        is_asked_for = model in self._ask_for_xla
+        if not (is_asked_for or model.jit_compile):
             return None
         if model not in self._compilations:
             self._compilations[model] = CompilationCount(model.name, self.computes_here)
-        blocks = None
-        if number is not None and step == model.train_step:
-            # Without a backward pass, one function is fastest.
-            blocks = CompiledBlocks(model, number, self.is_remote)
         return CompiledCalls(
             model,
             is_asked_for,
             self.is_remote,
             self.compiled_function,
             self._compilations[model],
-            blocks,
-            self.is_cut if blocks is None else blocks.is_cut,
+            self.is_cut,
         )
 
     def is_remote(self, layer: keras.Layer) -> bool:
@@ -108,7 +90,7 @@ class DistributedEngine(StrategyEngine):
         return False
 
     def is_cut(self, operation: Any) -> bool:
-        """Whether XLA compiles layers inside of an operation by themselves, also without blocks."""
+        """Whether XLA compiles layers inside of an operation by themselves."""
         return False
 
     def build(self, call: Call) -> None:

@@ -94,7 +94,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         shard: `"optimizer"` to leave each worker a part of the optimizer's state of what is
             all-reduced, as for `MultiWorkerMirroredStrategy`.
         shard_group: As for `MultiWorkerMirroredStrategy`.
-        jit_blocks: As for `MultiWorkerMirroredStrategy`; lookups of tables are not compiled.
 
     Raises:
         ValueError: If an argument is out of range, or a combination of them has no meaning.
@@ -142,7 +141,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
         shard_group: int | None = None,
-        jit_blocks: int | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -173,7 +171,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         groups = topology_module.get(topology, workers)
         exchanged = shard, shard_group, compression, updates, groups
         shard_option.check_all(*exchanged, workers, self._engine_class)
-        shard_option.check_blocks(shard, jit_blocks)
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -209,7 +206,6 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 topology=topology,
                 shard=shard,
                 shard_group=shard_group,
-                jit_blocks=jit_blocks,
             )
         self._options |= {
             "placement": placement,

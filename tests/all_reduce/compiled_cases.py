@@ -7,8 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.parts import swapped
-
 layers = keras.layers
 
 
@@ -20,17 +18,6 @@ def dense():
     h = layers.GlobalAveragePooling1D()(layers.Dropout(0.0)(h))
     h = layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer="l1")(h)
     return keras.Model(tokens, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
-
-
-def noisy():
-    """Random numbers and averages, which layers keep in variables, and losses that they add."""
-    inputs = h = keras.Input((5,))
-    for _ in range(3):
-        # A bias would have no gradient but rounding, which Adam scales up.
-        h = layers.Dense(8, use_bias=False, activity_regularizer="l1")(h)
-        h = layers.BatchNormalization()(h)
-        h = layers.GaussianNoise(0.1)(layers.Dropout(0.5)(layers.Activation("relu")(h)))
-    return keras.Model(inputs, {"a": layers.Dense(3)(h), "b": layers.Dense(2)(h)})
 
 
 class Either(layers.Layer):
@@ -92,12 +79,12 @@ def data_of(name, rows=8):
     if name == "Pair":
         return random.normal(size=(rows, 5)).astype("f"), random.normal(size=(rows, 1)).astype("f")
     x = random.integers(0, 20, (rows, 6))
-    if name in ("noisy", "branching", "penalised"):
+    if name in ("branching", "penalised"):
         x = random.normal(size=(rows, 5)).astype("f")
     return x, {"a": random.integers(0, 3, rows), "b": random.normal(size=(rows, 2)).astype("f")}
 
 
-def trained(name, jit_blocks=None):
+def trained(name):
     """Trains a model, by the name of its function, and counts the calls that are compiled."""
     counts = []
     x, y = data_of(name)
@@ -105,8 +92,8 @@ def trained(name, jit_blocks=None):
     model, optimizer = globals()[name](), keras.optimizers.SGD(0.1, 0.9)
     losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"
     arguments = {"loss": dict(zip("ab", losses)), "metrics": {"a": ["accuracy"]}}
-    with swapped(jit_blocks=jit_blocks), counting(counts, by_default=name == "Pair"):
-        asks = tf.distribute.has_strategy() and name != "Pair" and not jit_blocks
+    with counting(counts, by_default=name == "Pair"):
+        asks = tf.distribute.has_strategy() and name != "Pair"
         arguments = {} if name == "Pair" else arguments
         model.compile(optimizer, jit_compile=True if asks else "auto", **arguments)
         validated = {"validation_data": (x, y)} if name in ("branching", "penalised") else {}

@@ -109,11 +109,6 @@ REFUSED = [
             ({"within": "int8"}, [[0], [1], [2], [3]], 'no hop "within".* a group of several'),
         )
     ),
-    *(
-        ({"jit_blocks": number}, "`jit_blocks` must be an int from 2 up. Received: jit_")
-        for number in (0, 1, 2.0, True, "2")
-    ),
-    ({"jit_blocks": 2, "shard": "all"}, "cannot be combined with `shard=.all.*Received: jit_b"),
 ]
 NO_GROUPS = [
     ([["worker-0", "worker-4"]], "worker-4' is none"),

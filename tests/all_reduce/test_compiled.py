@@ -27,16 +27,6 @@ def test_two_replicas_equal_one_process(name, calls):
 
 
 @pytest.mark.processes
-@pytest.mark.extended
-def test_parts_of_a_model_are_what_the_model_is():
-    found = run("devices2", trained, name="noisy", jit_blocks=4).first
-    expected = dict(run("devices2", trained, name="noisy").first)
-    assert found.pop("calls") == 8
-    expected.pop("calls")
-    assert_close(found, expected, 2e-5)
-
-
-@pytest.mark.processes
 def test_what_xla_cannot_compile_is_refused_by_name():
     error = str(run("devices2", refused).first["error"])
     assert "none that XLA can compile: the call of " in error

@@ -28,13 +28,3 @@ def test_stateful_layers_are_refused_by_name(replicas, workers):
 def test_one_replica_may_have_stateful_layers():
     strategy = types.SimpleNamespace(num_replicas_in_sync=1, num_workers=1)
     checks.check_stateful_layers(strategy, model())
-
-
-def test_parts_of_what_is_not_compiled_are_refused():
-    strategy = types.SimpleNamespace(num_replicas_in_sync=2, num_workers=2)
-    compiled = dict(strategy=strategy, model=model(stateful=False), can_run_eagerly=True)
-    compiled |= dict(jit_blocks=3)
-    with pytest.raises(ValueError, match="number of parts.*Received: jit_compile=False, jit_b"):
-        checks.check_compile_arguments(**compiled, arguments={"jit_compile": False})
-    for jit_compile in (True, "auto"):
-        checks.check_compile_arguments(**compiled, arguments={"jit_compile": jit_compile})

@@ -40,32 +40,6 @@ def test_what_is_around_an_operation_is_one_segment_before_and_one_behind():
         np.testing.assert_allclose(found[id(output)], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_parts_of_a_graph_with_residual_connections_are_as_many_segments():
-    inputs = h = keras.Input((4,))
-    for i in range(6):
-        h = layers.Add(name=f"add{i}")([h, layers.Dense(4, name=f"dense{i}")(h), inputs])
-    model = keras.Model(inputs, h)
-    nodes = model_segments.nodes_in_order(model)
-    parts = {id(node): 3 * i // len(nodes) for i, node in enumerate(nodes)}
-
-    def kind(operation):
-        return "as it is" if operation.name == "dense3" else "compiled"
-
-    segments = model_segments.split(model, kind, parts)
-    assert [[one.name for one in segment.operations] for segment in segments] == [
-        ["dense0", "add0", "dense1", "add1"],
-        ["dense2", "add2"],
-        ["dense3"],
-        ["add3"],
-        ["dense4", "add4", "dense5", "add5"],
-    ]
-    x = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
-    found = {id(inputs): x}
-    for one in segments:
-        one.run(found, one.function)
-    np.testing.assert_allclose(found[id(model.outputs[0])], model(x), rtol=1e-5, atol=1e-6)
-
-
 def test_a_graph_of_one_kind_is_one_segment():
     model = keras.Sequential([keras.Input((3,)), *[layers.Dense(3) for _ in range(3)]])
     (one,) = model_segments.split(model._functional, lambda operation: 0)

@@ -15,7 +15,6 @@ def swapped(
     topology=None,
     updates=None,
     bucket_bytes=None,
-    jit_blocks=None,
     reshard_after_forward=True,
 ):
     """Has an all-reduce strategy train by other options in a block, and count its bytes from 0.
@@ -27,7 +26,6 @@ def swapped(
         topology: As of the strategy; None for its own.
         updates: As of the strategy.
         bucket_bytes: As of the strategy.
-        jit_blocks: As of the strategy.
         reshard_after_forward: As of the strategy.
 
     Yields:
@@ -44,7 +42,7 @@ def swapped(
     from keras_psplus.all_reduce.topology import group_topology, hops
 
     extended = strategy.extended
-    of_strategy = ("_updates", "jit_blocks", "reshard_after_forward")
+    of_strategy = ("_updates", "reshard_after_forward")
     own = {name: getattr(strategy, name) for name in of_strategy}
     of_extended = ("updating", "_hops", "_of_weights", "bucket_bytes", "levels", "reducers")
     inner = {name: getattr(extended, name, None) for name in of_extended}
@@ -53,7 +51,7 @@ def swapped(
         groups = group_topology.get(topology, [f"worker-{i}" for i in range(strategy.num_workers)])
     compression, of_weights = shard_option.compressors(compression, strategy._options.get("shard"))
     try:
-        strategy.jit_blocks, strategy.reshard_after_forward = jit_blocks, reshard_after_forward
+        strategy.reshard_after_forward = reshard_after_forward
         strategy._updates = updates_module.get(updates)
         extended.updating = strategy._updates and MirroredUpdates(strategy._updates, strategy)
         extended._hops = hops.compressors_per_hop(compression, groups)

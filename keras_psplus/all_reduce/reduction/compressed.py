@@ -24,7 +24,6 @@ from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
 from keras_psplus.compression.factors.outer_products import OuterProduct
 from keras_psplus.core.batch.duplicate_rows import Join, Joins
-from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.updates.values import numbers_of
@@ -110,7 +109,7 @@ class CompressedSum:
         for (route, *_), places in gradients.buckets(
             # From the last layer back, as backprop makes them ready.
             list(reversed(dense)),
-            lambda i: (*route_choice.route(*forms[i], i, averages), part_of(variables[i])),
+            lambda i: route_choice.route(*forms[i], i, averages),
             lambda i: route_choice.weight(*forms[i]),
             self._bucket_bytes,
         ):

@@ -43,7 +43,6 @@ from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.compression import kernels
 from keras_psplus.core.batch.duplicate_rows import Joins
-from keras_psplus.core.batch.replica_step import part_of
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.updates.values import numbers_of
@@ -150,10 +149,7 @@ class TwoLevelSum:
         inside, between = HopOrder(_INSIDE), HopOrder(_BETWEEN)
         for (_, compressed), bucket in gradients.buckets(
             parts,
-            lambda part: (
-                (part.tensor.dtype, part_of(variables[part.number])),
-                self._is_compressed(part.variable, part.tensor),
-            ),
+            lambda part: (part.tensor.dtype, self._is_compressed(part.variable, part.tensor)),
             lambda part: part.tensor.shape.num_elements() * part.tensor.dtype.size,
             self._bucket_bytes,
         ):

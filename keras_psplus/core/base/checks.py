@@ -31,7 +31,6 @@ def check_compile_arguments(
     model: keras.Model,
     arguments: Mapping[str, Any],
     can_run_eagerly: bool,
-    jit_blocks: int | None,
 ) -> None:
     """Checks the arguments of `compile()`.
 
@@ -45,13 +44,6 @@ def check_compile_arguments(
             of the batch's rows.
     """
     check_stateful_layers(strategy, model)
-    if jit_blocks is not None and arguments.get("jit_compile") is False:
-        raise ValueError(
-            "`jit_compile=False` has XLA compile nothing, and `jit_blocks` of the strategy is the "
-            "number of parts in which it compiles the train step. Leave `jit_compile` at its "
-            "default, or make the strategy without `jit_blocks`. "
-            f"Received: jit_compile=False, jit_blocks={jit_blocks}"
-        )
     if arguments.get("run_eagerly") and not can_run_eagerly:
         raise ValueError(
             f"`run_eagerly=True` is not supported by {type(strategy).__name__}: a worker runs "

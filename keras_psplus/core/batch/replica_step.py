@@ -29,17 +29,6 @@ def current_step() -> ReplicaStep | None:
     return step
 
 
-def part_of(variable: Any) -> int | None:
-    """Number of the part of the step that a variable's gradient comes from.
-
-    None if parts are not compiled one by one.
-    """
-    step = current_step()
-    calls = None if step is None else step.compiled_calls
-    blocks = None if calls is None else calls.blocks
-    return None if blocks is None else blocks.part_of(variable)
-
-
 class ReplicaStep:
     """Context of one replica's part of one step.
 

@@ -6,8 +6,7 @@
 What talks to other replicas cannot be compiled, on CPUs at least, and sums of gradients would wait
 for the last of them. So only the call of a model in the step is one compiled function; its
 gradient is one too, as TensorFlow compiles the gradient of what it compiles. Of a functional model
-that XLA cannot compile, what is before and after the operations in the way is. With blocks, a call
-is several functions, so that gradients of one leave while others are computed.
+that XLA cannot compile, what is before and after the operations in the way is.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,9 +33,6 @@ from keras_psplus.core.graph.model_segments import Segment, split
 from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
-
-if TYPE_CHECKING:
-    from keras_psplus.core.models.compiled_blocks import CompiledBlocks
 
 _COMPILED, _AS_IT_IS = "compiled", "as it is"
 # Engine and compiler of the step that this thread traces outside of a `ReplicaStep`.
@@ -62,7 +58,6 @@ class CompiledCalls:
         is_remote: Function of a layer that tells whether it talks to servers.
         make: Makes a compiled function, as `CompiledFunction` does.
         forms: Counts the model's compilations.
-        blocks: Cuts models into parts; None for calls in one function each.
         is_cut: Function of an operation of a model that tells whether layers inside of it are
             compiled by themselves.
 
@@ -78,10 +73,9 @@ class CompiledCalls:
         is_remote: Callable[[keras.Layer], bool] = lambda layer: False,
         make: Callable[..., CompiledFunction] = CompiledFunction,
         forms: CompilationCount | None = None,
-        blocks: CompiledBlocks | None = None,
         is_cut: Callable[[Any], bool] = lambda operation: False,
     ) -> None:
-        self._make, self._forms, self.blocks, self._is_cut = make, forms, blocks, is_cut
+        self._make, self._forms, self._is_cut = make, forms, is_cut
         self._model, self._is_asked_for, self._is_remote = model, is_asked_for, is_remote
         # In a compiled function; and in a call of which each layer is one.
         self._is_inside, self._is_in_layers = ThreadFlag(), ThreadFlag()
@@ -171,8 +165,6 @@ class CompiledCalls:
             if key is not None:
                 known[key] = compiled
         self.count += 1
-        if self.blocks is not None:
-            self.blocks.note_part(layers)
         if self._forms is not None:
             tensors = [one for one in tree.flatten((args, kwargs)) if tf.is_tensor(one)]
             self._forms.note(names, tensors)
@@ -202,15 +194,13 @@ class CompiledCalls:
             segment.run(found, compiled or plain)
             return True
 
-        parts = None if self.blocks is None else self.blocks.parts_of(call.owner)
-        return self.run_segments(call, kind_of, run_one, parts)
+        return self.run_segments(call, kind_of, run_one)
 
     def run_segments(
         self,
         call: Call,
         kind_of: Callable[[Any], Any],
         run_one: Callable[[Segment, dict[int, Any]], bool],
-        parts: Mapping[int, int] | None = None,
     ) -> Any:
         """Runs the graph of a functional model, segment by segment.
 
@@ -219,7 +209,6 @@ class CompiledCalls:
             kind_of: Function of an operation that returns its kind, as for `split`.
             run_one: Function of a segment, and of tensors by ids of symbolic ones, to which it adds
                 the outputs. It returns False if the segment is to be cut once more.
-            parts: Numbers of parts, as for `split`.
         """
         model, given = call.owner, tree.flatten(call.get("inputs"))
         if (
@@ -232,20 +221,18 @@ class CompiledCalls:
         found = {id(one): tensor for one, tensor in zip(model.inputs, given)}
 
         def run(function: Any) -> None:
-            for segment in self._segments_of(function, kind_of, parts):
+            for segment in self._segments_of(function, kind_of):
                 if not run_one(segment, found):
                     run(segment.function)
 
         run(model)
         return tree.pack_sequence_as(model._outputs_struct, [found[id(t)] for t in model.outputs])
 
-    def _segments_of(
-        self, function: Any, kind_of: Callable[[Any], Any], parts: Mapping[int, int] | None
-    ) -> list[Segment]:
+    def _segments_of(self, function: Any, kind_of: Callable[[Any], Any]) -> list[Segment]:
         known = self._segments.setdefault(function, {})
         kinds = tuple(kind_of(operation) for operation in function.operations)
         if kinds not in known:
-            known[kinds] = split(function, kind_of, parts)
+            known[kinds] = split(function, kind_of)
         return known[kinds]
 
     def is_compiled(self, operation: Any) -> bool:

@@ -4,15 +4,14 @@
     levels:    0   0   1   2   2
     segments: [a   a] [b] [a   a]
 
-A segment has all operations of one kind, level and part. An operation's level is the highest of
-those before it, and one more behind another kind, so that segments run in the order of their
-levels. Parts cut what would be one segment, and increase along the graph.
+A segment has all operations of one kind and level. An operation's level is the highest of those
+before it, and one more behind another kind, so that segments run in the order of their levels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
@@ -57,34 +56,29 @@ def nodes_in_order(function: Any) -> list[Any]:
     ]
 
 
-def split(
-    function: Any, kind_of: Callable[[Any], Hashable], parts: Mapping[int, int] | None = None
-) -> list[Segment]:
+def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
     """Cuts a graph into segments.
 
     Args:
         function: `keras.Function` or functional model.
         kind_of: Function of an operation that returns its kind, or `INHERITED`.
-        parts: Numbers of parts by ids of nodes, which increase along the graph; by default there is
-            one part.
 
     Returns:
         List of segments, in an order in which they can run.
     """
     # By ids of tensors; what the graph is given has no place.
     places: dict[int, tuple[int, Hashable]] = {}
-    members: dict[tuple[int, int, Hashable], list[Any]] = {}
+    members: dict[tuple[int, Hashable], list[Any]] = {}
     for node in nodes_in_order(function):
         before = [places[id(one)] for one in node.input_tensors if id(one) in places]
         kind = kind_of(node.operation)
         if kind is INHERITED:
             kind = max(before, key=lambda place: place[0])[1] if before else None
         level = max((level + (other != kind) for level, other in before), default=0)
-        part = (parts or {}).get(id(node), 0)
-        members.setdefault((level, part, kind), []).append(node)
+        members.setdefault((level, kind), []).append(node)
         places.update((id(one), (level, kind)) for one in node.outputs)
     segments, last = [], {id(one): one for one in function.outputs}
-    for place in sorted(members, key=lambda place: place[:2]):
+    for place in sorted(members, key=lambda place: place[0]):
         nodes = members[place]
         made = {id(one): one for node in nodes for one in node.outputs}
         inputs = {id(t): t for node in nodes for t in node.input_tensors if id(t) not in made}
@@ -97,6 +91,6 @@ def split(
         }
         outputs = [one for key, one in made.items() if key in used or key in last]
         if inputs and outputs:
-            own = keras.Function(list(inputs.values()), outputs)
-            segments.append(Segment(place[2], [node.operation for node in nodes], own))
+            part = keras.Function(list(inputs.values()), outputs)
+            segments.append(Segment(place[1], [node.operation for node in nodes], part))
     return segments

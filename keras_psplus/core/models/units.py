@@ -12,12 +12,11 @@ _units: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
 
 
 def unit(layer: LayerT) -> LayerT:
-    """Makes a layer, or a nested model, a unit of `shard="all"` and of `jit_blocks`.
+    """Makes a layer, or a nested model, a unit of `shard="all"`.
 
     Its weights are gathered together and freed together. Layers that contain it are no units, and
     other layers in them are units of their own; weights of such a layer itself are gathered as they
-    are read. `jit_blocks` never cuts a unit. Elsewhere a mark does nothing. Marks are not saved
-    with a model.
+    are read. Elsewhere a mark does nothing. Marks are not saved with a model.
 
     Args:
         layer: `keras.Layer`.
