@@ -57,8 +57,6 @@ def checks():
     add("two processes", two, strategy=MIRRORED)
     add("two processes, sums", two, "sums", MIRRORED)
     add("two processes, bf16", two, strategy=MIRRORED, given={"compression": "bf16"})
-    given = {"topology": [[0, 1], [2]]}
-    add("uneven topology", {"workers": 3}, strategy=MIRRORED, given=given)
     add("pipeline, 1f1b", strategy=PIPELINE, given={"microbatches": 4}, logical=2)
     given = {"microbatches": 4, "schedule": "pipedream"}
     add("pipeline, pipedream", strategy=PIPELINE, given=given, logical=2)

@@ -197,12 +197,6 @@ def check_topology(
             "`topology` all workers share them, along another path. Leave one of them out. "
             f"Received: shard_group={shard_group}, topology={shown(topology)}"
         )
-    if isinstance(topology, Topology) and topology.has_levels and not topology.is_even:
-        raise ValueError(
-            "`shard` needs groups of one size in `topology`: workers that have the same place in "
-            "their groups exchange parts between groups, and here some would have nobody to. "
-            f"Received: shard={shard!r}, topology={topology.groups}"
-        )
     if hops.within is not None:
         raise ValueError(
             "with `shard`, only what goes between the groups of `topology` is compressed: give "

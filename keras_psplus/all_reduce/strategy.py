@@ -72,10 +72,10 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         bucket_bytes: Size in bytes of the buckets in which gradients are sent while backprop goes
             on.
         topology: The path along which gradients are summed: None or `"flat"`, one ring of all
-            workers; or groups of workers with fast links inside, such as `[["worker-0",
-            "worker-1"], ["worker-2", "worker-3"]]`, by their names or numbers: sums inside each
-            group first, then between groups. `"auto"` measures the links at start, and takes
-            groups if they are faster; without groups, `compression` is that of the ring.
+            workers; or groups of one size, of workers with fast links inside, such as
+            `[["worker-0", "worker-1"], ["worker-2", "worker-3"]]`, by their names or numbers: sums
+            inside each group first, then between groups. `"auto"` measures the links at start, and
+            takes groups if they are faster; without groups, `compression` is that of the ring.
         compression: How gradients are sent: a name such as `"bf16"`, `"int8"`, `"topk:0.01"` or
             `"powersgd:4"`, a `keras_psplus.compression.Compressor`, a dict from patterns of
             variables' paths to these, or None to send them as they are. What one step leaves out
@@ -96,7 +96,8 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
 
     Raises:
         ValueError: If an argument is out of range, `compression`, `updates` or `shard` is unknown,
-            `topology` has not each worker in one group, or `shard` cannot be combined with others.
+            `topology` has not each worker in one group, or groups of several sizes, or `shard`
+            cannot be combined with others.
         keras_psplus.cluster.ClusterConfigError: If `TF_CONFIG` is wrong.
         keras_psplus.cluster.ClusterStartupError: If a worker does not come up in time.
         RuntimeError: If TensorFlow was initialised before the strategy was made.

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
+from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import Hop, Levels, keys_of, levels_of
 from keras_psplus.all_reduce.topology.part_routes import Route, ranks_by_place
 from keras_psplus.sharding.store import ShareStore
@@ -42,9 +42,6 @@ class ShardedExtended(MultiWorkerMirroredExtended):
             self._groups = levels_of(self.launcher(0), self._id_in_cluster, topology, key)
 
     def set_topology(self, topology: Topology | str) -> None:
-        if isinstance(topology, Topology) and topology.has_levels and not topology.is_even:
-            # As "auto" may find: rows of all workers take both hops, or none does.
-            topology = FLAT
         super().set_topology(topology)
         self._order = None
         if isinstance(topology, Topology) and self.levels:
@@ -99,7 +96,6 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         """Way of rows between these workers."""
         if self._order and self.levels:
             within, between, *_ = self.levels[0]
-            assert between is not None
             return Route(between.launcher, between.place, between.size, within)
         workers = self.sharing_workers
         return Route(self.sharing_launcher, workers.index(self._id_in_cluster), len(workers))

@@ -119,6 +119,7 @@ NO_GROUPS = [
     ([["worker-0", "worker-1"], ["worker-2"]], "worker-3 is in none"),
     ([["worker-0"]], "worker-1, worker-2, worker-3 are in none"),
     ([[0, 1, 2, 3], []], "each group of `topology` must have a worker"),
+    ([["worker-0", 1, 2], [3]], "must be of one size: .*leave `topology` out for one ring"),
     ("ring", "`topology` must be None"),
     (["worker-0", "worker-1"], "`topology` must be None"),
     ([], "`topology` must be None"),

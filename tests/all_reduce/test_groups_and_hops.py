@@ -43,12 +43,7 @@ def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
     found = group_topology.get([["worker-3", 1], ("worker-2", "worker-0")], NAMES)
     assert found == Topology(((0, 2), (1, 3)))
     assert found.of_replicas(2) == Topology(((0, 1, 4, 5), (2, 3, 6, 7)))
-    assert (
-        found.is_even
-        and found.has_levels
-        and found.describe(NAMES) == ("worker-0 worker-2 | worker-1 worker-3")
-    )
-    assert not Topology(((0, 1, 2), (3,))).is_even
+    assert found.has_levels and found.describe(NAMES) == "worker-0 worker-2 | worker-1 worker-3"
     for flat in (Topology(((0, 1),)), Topology(((0,), (1,)))):
         assert not flat.has_levels
     # The devices of a host are a group by themselves.
@@ -143,10 +138,6 @@ class Exchange:
     def gather(self, row):
         return tf.repeat(row, self._size, 0)
 
-    def all_reduce(self, tensor):
-        assert tensor.dtype == tf.int32
-        return tensor
-
 
 @for_each("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_rows_of_any_type_are_summed_and_gathered(dtype):
@@ -159,22 +150,26 @@ def test_rows_of_any_type_are_summed_and_gathered(dtype):
     np.testing.assert_array_equal(tf.cast(gathered, tf.float64), [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3)
 
 
-def test_a_group_gets_the_bits_of_its_leader():
-    words = tf.constant([0.0, -0.0, np.nan, np.inf, 1e-45])
-    found = group_routes.spread(Exchange(1), words, leads=True)
-    assert found.numpy().tobytes() == words.numpy().tobytes()
-    assert not np.any(group_routes.spread(Exchange(1), words, leads=False))
+def control():
+    """That of four workers."""
+    task = TaskConfig({"worker": tuple(f"h{i}:1" for i in range(4))}, "worker", 0)
+    return types.SimpleNamespace(task=task, names=NAMES)
+
+
+def test_groups_of_several_sizes_are_one_ring(monkeypatch):
+    monkeypatch.setattr(links, "measure", lambda extended: measured("aaab"))
+    extended = types.SimpleNamespace(control=control(), worker_devices=["CPU:0"])
+    found = auto_topology.decide(extended)
+    groups = "worker-0 worker-1 worker-2 | worker-3"
+    assert found.topology == "flat"
+    assert f"\none ring: groups {groups} are not of one size (" in found.report
 
 
 def test_a_better_order_of_workers_is_named():
-    addresses = tuple(f"h{i}:1" for i in range(4))
-    task = TaskConfig({"worker": addresses}, "worker", 0)
-    control = types.SimpleNamespace(task=task, names=[f"worker-{i}" for i in range(4)])
-
     def line(racks):
         pairs = measured(racks)
         groups = auto_topology.groups_of(pairs, 4)
-        return auto_topology._better_order(pairs, groups, control)
+        return auto_topology._better_order(pairs, groups, control())
 
     assert "in TF_CONFIG or --hosts: worker-0 worker-2 worker-1 worker-3 (" in line("abab")
     assert line("aabb") == line("aaaa") == ""

@@ -12,7 +12,8 @@ from tests.support.parts import resumed, swapped
 WORKERS, BATCH, ROWS = 4, 8, 37
 TOPOLOGIES = {
     "pairs": [["worker-0", "worker-1"], ["worker-2", "worker-3"]],
-    "three": [["worker-0", "worker-1", "worker-2"], ["worker-3"]],
+    # Neighbours in a ring are in two groups.
+    "turns": [["worker-0", "worker-2"], ["worker-1", "worker-3"]],
     # Each group is of the replicas of one worker.
     "hosts": [["worker-0"], ["worker-1"]],
 }

@@ -153,7 +153,6 @@ ALL_REDUCE = {
 }
 OTHERS = {
     "topology": topology((0, 1), (2, 3)),
-    "uneven topology": topology((0, 1, 2), (3,)),
     "1f1b": pipeline(schedule="1f1b", activation_compression="int8"),
     "pipedream": pipeline(schedule="pipedream", activation_compression="bf16"),
     # Of remote workers, after which this process's devices have other names.

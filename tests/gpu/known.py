@@ -15,7 +15,6 @@ class Known(typing.NamedTuple):
         ops: Types of operations.
         where: Patterns of files and functions, as in a shell.
         dtypes: Pattern of types.
-        is_mended: Whether it may be gone: others are mending it.
         times: How many waits there are in a step, at most.
     """
 
@@ -24,7 +23,6 @@ class Known(typing.NamedTuple):
     ops: tuple[str, ...]
     where: tuple[str, ...]
     dtypes: str = "*"
-    is_mended: bool = False
     times: int | None = None
 
     def covers(self, finding):
@@ -145,13 +143,5 @@ KNOWN = [
         ("If",),
         ("parameter_server/state/worker_variables.py *",),
         dtypes="bool",
-    ),
-    Known(
-        "zeros that uneven groups' followers add to the leader's words: copied, not waited for",
-        (COPY, INT32),
-        ("Cast", "Fill"),
-        ("all_reduce/collectives/gpu_sums.py *", "all_reduce/topology/group_routes.py spread"),
-        dtypes="int32",
-        is_mended=True,
     ),
 ]

@@ -59,7 +59,7 @@ def test_what_would_be_slow_or_fail_on_gpus_is_known(name, results):
 
 @pytest.mark.extended
 @pytest.mark.cases(*cases.CASES)
-@for_each("one", [one for one in known.KNOWN if not one.is_mended])
+@for_each("one", known.KNOWN)
 def test_what_is_known_is_still_so(one, results):
     assert any(one.covers(each) for result in results.values() for each in result["found"])
 

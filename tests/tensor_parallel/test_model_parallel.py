@@ -89,4 +89,4 @@ def test_rows_divide_batches():
 
 @pytest.mark.extended
 def test_groups_of_rows_equal_one_process():
-    equals_one_process("tp6_topology", cases.trained, name="mlp/adamw")
+    equals_one_process("tp8_topology", cases.trained, name="mlp/adamw")

@@ -56,9 +56,12 @@ def decide(extended: MultiWorkerMirroredExtended) -> ChosenTopology:
     links = links_module.measure(extended)
     groups = groups_of(links, len(names))
     table = links_module.table(links, names) + _better_order(links, groups, control)
-    if not groups.of_replicas(local).has_levels:
+    if not (groups.is_even and groups.of_replicas(local).has_levels):
+        reason = "no links are faster than others"
+        if not groups.is_even:
+            reason = f"groups {groups.describe(names)} are not of one size"
         took = time.monotonic() - begin
-        report = f"{table}\none ring: no links are faster than others ({took:.1f} s)"
+        report = f"{table}\none ring: {reason} ({took:.1f} s)"
         return ChosenTopology(FLAT, report, links)
     milliseconds = _tried(extended, control, groups)
     wins = milliseconds[1] < _WINS * milliseconds[0]

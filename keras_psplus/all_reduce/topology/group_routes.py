@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.updates.values import zeros_like
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -65,20 +64,3 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
     words = launcher.gather(compression.pack((row,), 1))
     like = tf.zeros([size, row.shape[1]], row.dtype)
     return compression.unpack(words, (like,), size)[0]
-
-
-def spread(launcher: Launcher, words: tf.Tensor, leads: bool) -> tf.Tensor:
-    """Broadcasts the words of a group's leader to all of its replicas, bit by bit.
-
-    It is an all-reduce of integers to which the other replicas add zeros: a broadcast in TensorFlow
-    goes along a tree, and takes as long as this for two replicas, and longer for more.
-
-    Args:
-        launcher: `operations.Launcher` of this replica in its group.
-        words: float32 tensor of static shape; of those who do not lead, its shape counts alone.
-
-    Returns:
-        float32 tensor.
-    """
-    bits = tf.bitcast(words if leads else zeros_like(words), tf.int32)
-    return tf.bitcast(launcher.all_reduce(bits), tf.float32)

@@ -69,12 +69,13 @@ def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
         `"flat"`, `"auto"`, or a `Topology` with the groups in rank order.
 
     Raises:
-        ValueError: If it is something else, if a worker is unknown, or not in exactly one group.
+        ValueError: If it is something else, if a worker is unknown, or not in exactly one group, or
+            if the groups are not of one size.
 
     Example:
 
-    >>> get([["worker-1", "worker-0"], ["worker-2"]], ["worker-0", "worker-1", "worker-2"])
-    Topology(groups=((0, 1), (2,)))
+    >>> get([[3, "worker-0"], [1, 2]], ["worker-0", "worker-1", "worker-2", "worker-3"])
+    Topology(groups=((0, 3), (1, 2)))
     """
     if topology is None:
         return FLAT
@@ -104,7 +105,15 @@ def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
             f"{'is' if len(missing) == 1 else 'are'} in none. {known}. "
             f"Received: topology={shown(topology)}"
         )
-    return Topology(tuple(sorted(tuple(sorted(group)) for group in groups)))
+    found = Topology(tuple(sorted(tuple(sorted(group)) for group in groups)))
+    if not found.is_even:
+        raise ValueError(
+            "groups of `topology` must be of one size: workers that have the same place in their "
+            "groups exchange sums between groups, and here some would have nobody to. Make groups "
+            "of as many workers each, or leave `topology` out for one ring. "
+            f"Received: topology={shown(topology)}"
+        )
+    return found
 
 
 def _number(worker: Any, names: Sequence[str], topology: Any) -> int:

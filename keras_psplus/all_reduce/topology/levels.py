@@ -36,15 +36,12 @@ class Levels(NamedTuple):
 
     Attributes:
         within: The hop inside its group.
-        between: The hop to the other groups; None if a leader does that for it.
-        is_even: Whether each replica of a group has its own shard. Otherwise all groups have
-            a leader.
+        between: The hop to those of its place in the other groups, which have the same shard.
         next_is_outside: Whether the next replica in a ring of all belongs to another group.
     """
 
     within: Hop
-    between: Hop | None
-    is_even: bool
+    between: Hop
     next_is_outside: bool
 
 
@@ -60,19 +57,16 @@ def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int)
     group = topology.groups[number]
     place = group.index(rank)
     within = Hop(launcher_like(launcher, first_key + number, group), group, place)
-    between = None
-    if topology.is_even or place == 0:
-        # Those of one place in their groups have the same shard.
-        peers = tuple(sorted(group[place] for group in topology.groups))
-        own = launcher_like(launcher, first_key + len(topology.groups) + place, peers)
-        between = Hop(own, peers, peers.index(rank))
+    peers = tuple(sorted(group[place] for group in topology.groups))
+    own = launcher_like(launcher, first_key + len(topology.groups) + place, peers)
+    between = Hop(own, peers, peers.index(rank))
     after = (rank + 1) % sum(map(len, topology.groups))
-    return Levels(within, between, topology.is_even, topology.group_of(after) != number)
+    return Levels(within, between, topology.group_of(after) != number)
 
 
 def keys_of(topology: Topology) -> int:
     """Number of group keys that `levels_of` needs."""
-    return len(topology.groups) + max(map(len, topology.groups))
+    return len(topology.groups) + len(topology.groups[0])
 
 
 def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> Launcher:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def ranks_by_place(topology: Topology) -> list[int]:
-    """Ranks of the workers in the order of their rows, with groups of one size.
+    """Ranks of the workers in the order of their rows.
 
     Example:
 

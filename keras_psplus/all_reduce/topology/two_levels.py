@@ -4,7 +4,7 @@ Links inside a rack or a host are fast, and shared by few. The slow links carry 
 for each group, and not once for each worker (Jia et al., "Highly Scalable Deep Learning Training
 System with Mixed-Precision", 2018; Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4).
 
-Groups of one size (`_by_shards`), here two groups of two replicas and gradients of two shards:
+Here are two groups of two replicas, and gradients of two shards:
 
             group 0                             group 1
        r0           r1                     r2           r3
@@ -13,12 +13,6 @@ Groups of one size (`_by_shards`), here two groups of two replicas and gradients
     3. [s0]     <-> [s1]                   [s0]     <-> [s1]        all-gather inside
        [s0 s1]      [s0 s1]                [s0 s1]      [s0 s1]
 
-Groups of different sizes (`_by_leaders`):
-
-    1. Each group sums its gradients, inside.
-    2. The groups' leaders sum these sums, between groups.
-    3. Each leader broadcasts the result, inside.
-
 While one bucket is between groups, the next is inside: `HopOrder` orders the sends.
 """
 
@@ -26,12 +20,11 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.gradients import HopOrder
 from keras_psplus.all_reduce.collectives.operations import Launcher
@@ -41,7 +34,6 @@ from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.topology import group_routes, shards
 from keras_psplus.all_reduce.topology.hops import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
-from keras_psplus.compression import kernels
 from keras_psplus.core.batch.duplicate_rows import Joins
 from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
@@ -114,21 +106,13 @@ class TwoLevelSum:
         self._levels, self._compressor = levels, hops.within
         # Small ones, for the hops to overlap.
         self._bucket_bytes, self._timed = max(1, bucket_bytes // 2), timed
-        within, between = levels.within, levels.between
+        between = levels.between
 
-        def sum_over(
-            place: tuple[Launcher, int, int], compressor: compression.Compressor | None, name: str
-        ) -> CompressedSum:
-            return CompressedSum(*place, compressor, bucket_bytes, False, states.within(name))
+        def sum_over(place: tuple[Launcher, int, int], name: str) -> CompressedSum:
+            return CompressedSum(*place, hops.between, bucket_bytes, False, states.within(name))
 
-        self._everyone = sum_over((launcher, rank, replicas), hops.between, "everyone")
-        self._between = self._inside = None
-        if between is not None:
-            place = between.launcher, between.place, between.size
-            self._between = sum_over(place, hops.between, "between")
-        if not levels.is_even:
-            place = within.launcher, within.place, within.size
-            self._inside = sum_over(place, hops.within if within.size > 1 else None, "inside")
+        self._everyone = sum_over((launcher, rank, replicas), "everyone")
+        self._between = sum_over((between.launcher, between.place, between.size), "between")
         self._own_states = states.within("within")
         self.traffic_variables = TrafficVariables()
         self._numbers: dict[int, tuple[int, Any]] = {}
@@ -142,7 +126,6 @@ class TwoLevelSum:
         entries: list[Any] = [None] * len(grads)
         dense = [i for i, g in enumerate(grads) if _is_dense(g)]
         others = [i for i in range(len(grads)) if i not in dense]
-        sum_bucket = self._by_shards if self._levels.is_even else self._by_leaders
         # From the last layer back, as backprop makes them ready.
         parts = [part for i in reversed(dense) for part in self._parts(i, grads[i], variables[i])]
         results: dict[int, list[tuple[tf.Tensor, TensorTraffic]]] = {i: [] for i in dense}
@@ -155,7 +138,9 @@ class TwoLevelSum:
         ):
             tensors, owners = [p.tensor for p in bucket], [p.variable for p in bucket]
             tensors = inside.wait(tensors)
-            sums, counted = sum_bucket(_Bucket(tensors, owners, compressed, step, inside, between))
+            sums, counted = self._sum_bucket(
+                _Bucket(tensors, owners, compressed, step, inside, between)
+            )
             for part, total, entry in zip(bucket, sums, counted, strict=True):
                 results[part.number].append((total, entry))
         for i, pieces in results.items():
@@ -183,7 +168,7 @@ class TwoLevelSum:
         """
         compressor = self._everyone.compressor_of(variable, gradient)
         # The same on all replicas, in whatever group they are.
-        multiple, pieces = self._levels.within.size if self._levels.is_even else 1, [gradient]
+        multiple, pieces = self._levels.within.size, [gradient]
         if compressor is None or compressor.supports_reduce_scatter or compressor.is_linear:
             multiple *= 1 if compressor is None else compressor.row_multiple
             pieces = gradients.pieces(gradient, self._bucket_bytes, multiple)
@@ -204,14 +189,12 @@ class TwoLevelSum:
     def _sum_between(
         self, tensors: list[tf.Tensor], variables: list[Any], step: tf.Tensor, turns: HopOrder
     ) -> _Sums:
-        assert self._between is not None
         sums, entries = self._between.sum_and_count(turns.wait(tensors), variables, step)
         turns.end(sums)
         return sums, entries
 
-    # Each way returns sums of a bucket, and what they have cost.
-
-    def _by_shards(self, bucket: _Bucket) -> _Sums:
+    def _sum_bucket(self, bucket: _Bucket) -> _Sums:
+        """Sums of a bucket, and what they have cost."""
         tensors, variables, compressed, step, inside, between = bucket
         hop, launcher = self._levels.within, self._levels.within.launcher
         cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]
@@ -228,7 +211,7 @@ class TwoLevelSum:
         compressor = self._compressor if compressed else None
         if compressor is not None:
             rows = tf.cast(rows, tf.float32)
-            name = self._name("split", variables)
+            name = self._name(variables)
             first = functools.partial(row_routes.rows_init, compressor, *map(int, rows.shape))
             state = self._own_states.read(name, first)
             rows, state, _ = row_routes.split_rows(
@@ -253,74 +236,14 @@ class TwoLevelSum:
             )
         return sums, entries
 
-    def _by_leaders(self, bucket: _Bucket) -> _Sums:
-        tensors, variables, compressed, step, inside, between = bucket
-        hop = self._levels.within
-        assert self._inside is not None
-        totals, entries = self._inside.sum_and_count(tensors, variables, step)
-        inside.end(totals)
-        leads = self._between is not None
-        beyond = [TensorTraffic(e.path, e.compressor, e.logical, e.compressed, 0) for e in entries]
-        if leads:
-            totals, beyond = self._sum_between(totals, variables, step, between)
-        row = shards.row_of(totals)
-        words, decode = self._encoded(row, variables, compressed, leads, step)
-        row = decode(group_routes.spread(hop.launcher, words, leads))
-        sizes = [tensor.shape.num_elements() for tensor in tensors]
-        parts = tf.split(row, sizes, 1) if len(sizes) > 1 else [row]
-        sums = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, tensors)]
-        entries = [
-            e._replace(
-                compressor=b.compressor,
-                compressed=b.compressed,
-                # Up to the leader, between leaders, and back along a ring.
-                wire=e.wire
-                + b.wire
-                + 2 * (hop.size - 1) * self._row_bytes(n, t.dtype, compressed) // hop.size,
-                between=b.wire,
-            )
-            for e, b, n, t in zip(entries, beyond, sizes, tensors)
-        ]
-        return sums, entries
-
-    def _encoded(
-        self, row: tf.Tensor, variables: list[Any], compressed: bool, leads: bool, step: tf.Tensor
-    ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        """The words that a leader sends its group, and the function that turns them back.
-
-        Leaders have the same sums and the same residual, so that all groups decode the same.
-        """
-        if not compressed or self._compressor is None:
-            words = compression.pack((row,))
-            return words, lambda words: compression.unpack(words, (row,))[0]
-        width, row = row.shape[1], tf.cast(row, tf.float32)
-        own = self._compressor
-        feedback = own if isinstance(own, compression.ErrorFeedback) else None
-        inner = feedback.inner if feedback else own
-        server = compression.ErrorFeedback(inner) if feedback else inner
-        if not leads:
-            # For its form alone.
-            payload = inner.encode_rows(tf.zeros_like(row), step)
-        else:
-            name = self._name("spread", variables)
-            state = self._own_states.read(name, lambda: server.init([1, width], tf.float32))
-            payload, keep = kernels.encode_rows(server, row, state, step)
-            state = keep(lambda: kernels.decode_rows(inner, payload, width, step))
-            self._own_states.write(name, state)
-
-        def decode(words: tf.Tensor) -> tf.Tensor:
-            return kernels.decode_rows(inner, compression.unpack(words, payload), width, step)
-
-        return compression.pack(payload), decode
-
     def _row_bytes(self, width: int, dtype: tf.DType, compressed: bool) -> int:
         own = self._compressor if compressed else None
         return int(width * dtype.size) if own is None else own.row_bytes((width,), dtype)
 
-    def _name(self, route: str, variables: Iterable[Any]) -> str:
+    def _name(self, variables: Iterable[Any]) -> str:
         """Name of a bucket's state inside groups: it depends on the group's size as well."""
         numbers = [self._number(variable) for variable in variables]
-        return f"{route} {zlib.crc32(repr(numbers).encode()):08x} of {self._levels.within.size}"
+        return f"split {zlib.crc32(repr(numbers).encode()):08x} of {self._levels.within.size}"
 
     def _number(self, variable: Any) -> int:
         # With the variable, or another could get its id.
