@@ -75,14 +75,14 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver,
         variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | str | None,
         compressors: Compressors,
-        ps_weights: Sequence[float],
+        weights: Sequence[float],
         cuts_finely: bool = False,
     ) -> None:
         self._cuts_evenly = variable_partitioner == "auto"
         partitioner = None if self._cuts_evenly else variable_partitioner
         super().__init__(strategy, cluster_resolver, partitioner)
         self._creating: ThreadValue[tuple[str, str | None, Any]] = ThreadValue()
-        self.placement = Placement(ps_weights, cuts_finely)
+        self.placement = Placement(weights, cuts_finely)
         self.compressors = compressors
         self.worker_states = WorkerStates(self._num_workers)
         self.pushes = Pushes(compressors, self.worker_states)

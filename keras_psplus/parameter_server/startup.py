@@ -19,7 +19,6 @@ from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.core.jobs import job_failure
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.placement import balance
 from keras_psplus.parameter_server.scheduling import connecting, membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
@@ -30,13 +29,12 @@ def join_cluster(
     resolver: Resolver | None,
     mode: modes.Mode,
     min_workers: int | None,
-    ps_weights: Sequence[float] | None,
     timeout: float,
 ) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
     Args:
-        resolver, min_workers, ps_weights: The strategy's arguments.
+        resolver, min_workers: The strategy's arguments.
         mode: The checked mode.
         timeout: Seconds to wait.
 
@@ -52,7 +50,6 @@ def join_cluster(
     task = read_task()
     num_workers = len(task.cluster["worker"])
     mode.check_workers(num_workers)
-    balance.weights_of(task.cluster["ps"], ps_weights)
     least = modes.check_min_workers(min_workers, mode, num_workers)
     is_elastic = least < num_workers
     if task.task_type in ("ps", "worker"):

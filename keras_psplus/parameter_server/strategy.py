@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -86,9 +85,6 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
             are being sent; training is the same, and the servers keep a second copy of what an
             update writes. In `"async"` mode, a worker has up to three steps under way, with older
             gradients. `"auto"`: in `"sync"` mode, if steps are measured to be faster so.
-        ps_weights: List of a positive number for each parameter server, such as its link's rate:
-            its part of the variables' bytes is proportional to that. None for as many bytes on
-            each host, whose servers share its link.
         min_workers: With how many of `TF_CONFIG`'s workers training begins; the
             others may come, and all may leave and come back, while it runs. None for the least
             number of `keras-psplus run --workers MIN:MAX`, or all.
@@ -138,7 +134,6 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         updates: updates_module.Updates | str | None = None,
         stall_warning: float | None = 60.0,
         overlap_steps: bool | str = "auto",
-        ps_weights: Sequence[float] | None = None,
         min_workers: int | None = None,
         worker_timeout: float | None = None,
     ) -> None:
@@ -152,7 +147,6 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
-        balance.check_weights(ps_weights)
         balance.check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
@@ -160,11 +154,11 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         updates = modes.check_updates(updates_module.get(updates), self._mode)
         overlap = modes.check_overlap(overlap_steps, self._mode, updates)
         cluster_resolver, self._task, absent, is_elastic = startup.join_cluster(
-            cluster_resolver, self._mode, min_workers, ps_weights, startup_timeout
+            cluster_resolver, self._mode, min_workers, startup_timeout
         )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
-        weights = balance.weights_of(spec.get("ps", ["ps"]), ps_weights)
+        weights = balance.weights_of(spec.get("ps", ["ps"]))
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)

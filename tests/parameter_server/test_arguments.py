@@ -57,9 +57,6 @@ REFUSED = [
     {"overlap_steps": "always"},
     {"overlap_steps": None},
     {"overlap_steps": 1},
-    *({"ps_weights": weights} for weights in ([], "ab", [1, 0], [1, -2], [True], 3)),
-    {"ps_weights": [1, float("inf")]},
-    {"ps_weights": [1, 1]},
     *({name: bad} for name in ("compression", "pull_compression") for bad in UNFIT),
 ]
 

@@ -52,7 +52,7 @@ def worst(placement):
 
 
 @for_each("shapes", [PERCEPTRON, CONVOLUTIONAL, ENCODER, FEW_ROWS])
-@for_each("weights", [[1, 1], [1, 1, 1], [1] * 6, [1, 2], [0.5, 0.5, 1]])
+@for_each("weights", [[1, 1], [1, 1, 1], [1] * 6, [0.5, 0.5, 1]])
 def test_no_server_has_more_than_a_tenth_above_its_part(shapes, weights):
     orders = [shapes, shapes[::-1], sorted(shapes, key=math.prod)]
     orders += [random.Random(seed).sample(shapes, len(shapes)) for seed in range(10)]
@@ -91,9 +91,9 @@ def test_small_variables_stay_whole_and_go_where_least_is():
     placement, cuts = place([(64, 64), (100,), (60, 100), (30, 30)], [1, 1])
     assert [len(shards) for shards in cuts] == [1, 1, 1, 1]
     assert [shards[0].ps for shards in cuts] == [0, 1, 1, 0]
-    # The same with thrice as much for the first.
-    _, cuts = place([(64, 64)] * 4, [3, 1])
-    assert sorted(shards[0].ps for shards in cuts) == [0, 0, 0, 1]
+    # The last one has a host of its own.
+    _, cuts = place([(64, 64)] * 4, [0.5, 0.5, 1])
+    assert sorted(shards[0].ps for shards in cuts) == [0, 1, 2, 2]
 
 
 def test_shards_are_neither_tiny_nor_too_large_to_send():
@@ -108,13 +108,8 @@ def test_shards_are_neither_tiny_nor_too_large_to_send():
 
 
 def test_servers_of_one_host_share_its_link():
-    assert weights_of(["a:1", "a:2", "b:1"], None) == [0.5, 0.5, 1.0]
-    assert weights_of(["a:1", "b:1"], [1, 3]) == [1.0, 3.0]
-    with pytest.raises(ValueError, match=r"of which there are 2. Received: ps_weights=\[1\]"):
-        weights_of(["a:1", "b:1"], [1])
+    assert weights_of(["a:1", "a:2", "b:1"]) == [0.5, 0.5, 1.0]
 
-
-# Two servers, of which the second one is to have two thirds of the bytes.
 
 IDS, STEPS, BATCH = 1001, 6, 16
 random_ = np.random.default_rng(0)
@@ -151,8 +146,6 @@ def cut(strategy):
         fit(model)
         if strategy is None:
             return model, {}
-        # Not as TensorFlow cuts.
-        assert len(set(rows_of_shards(model))) > 1, rows_of_shards(model)
         variables = model.trainable_variables
         for slot, variable in zip(model.optimizer._momentums, variables, strict=True):
             of_slot, of_variable = (
@@ -161,8 +154,7 @@ def cut(strategy):
             )
             assert of_slot == of_variable
         sizes = reports.bytes_on_ps([*model.variables, *model.optimizer.variables], 2)
-        for size, weight in zip(sizes, (1, 2), strict=True):
-            assert size <= 1.1 * sum(sizes) * weight / 3, sizes
+        assert max(sizes) <= 1.1 * sum(sizes) / 2, sizes
         # Rows that are looked up are those that are written.
         found = model.layers[0](ids[:5])
         np.testing.assert_array_equal(found, model.get_weights()[0][ids[:5]])
@@ -180,8 +172,8 @@ def files_of_other_placements_load(strategy, folder):
 
     def restored(path, rows):
         with strategy.scope():
-            # A layer before it: each of its variables is cut elsewhere.
-            keras.layers.Dense(300).build((None, rows))
+            # A layer before it that stays whole: each of its variables is cut elsewhere.
+            keras.layers.Dense(10).build((None, rows))
             model = made()
             model.optimizer.build(model.trainable_variables)
         tf.train.Checkpoint(model=model).read(path).assert_existing_objects_matched()

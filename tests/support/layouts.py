@@ -149,8 +149,7 @@ LAYOUTS = {
     ),
     "sync22": _served(_makes("ParameterServerStrategy", mode="sync", **_PATIENT), chief=True),
     "async22": _served(
-        _makes("ParameterServerStrategy", overlap_steps=True, ps_weights=[1, 2], **_PATIENT),
-        chief=True,
+        _makes("ParameterServerStrategy", overlap_steps=True, **_PATIENT), chief=True
     ),
     # One asynchronous worker does what one process does.
     "async_threads": Layout(_servers_in_process(1)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras_psplus.arguments import shown
 from keras_psplus.parameter_server.placement import shard_sizes
@@ -135,22 +135,14 @@ def _shards(counts: Mapping[int, int], row_bytes: int, most: int) -> list[Shard]
     return shards
 
 
-def weights_of(addresses: Sequence[str], weights: Sequence[float] | None) -> list[float]:
+def weights_of(addresses: Sequence[str]) -> list[float]:
     """Weights of the servers, to which their parts of the bytes are proportional.
 
-    By default hosts have equal weights, whose servers share a link. Raises ValueError if the
-    script's weights do not fit the servers.
+    Hosts have equal weights, whose servers share a link.
     """
-    if weights is None:
-        hosts = [address.rpartition(":")[0] for address in addresses]
-        servers = collections.Counter(hosts)
-        return [1.0 / servers[host] for host in hosts]
-    if len(weights) != len(addresses):
-        raise ValueError(
-            f"`ps_weights` needs a number for each parameter server, of which there are "
-            f"{len(addresses)}. Received: ps_weights={weights!r}"
-        )
-    return [float(weight) for weight in weights]
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    servers = collections.Counter(hosts)
+    return [1.0 / servers[host] for host in hosts]
 
 
 def check_partitioner(given: object) -> None:
@@ -162,20 +154,3 @@ def check_partitioner(given: object) -> None:
             "`tf.distribute.experimental.partitioners`. "
             f"Received: variable_partitioner={shown(given)}"
         )
-
-
-def check_weights(weights: Sequence[float] | None) -> None:
-    """Raises ValueError unless weights are positive numbers, or None."""
-    if weights is None:
-        return
-    is_list = isinstance(weights, (list, tuple)) and len(weights) > 0
-    if not is_list or not all(_is_positive(weight) for weight in weights):
-        raise ValueError(
-            "`ps_weights` must be None or a list of positive numbers, one for each parameter "
-            f"server. Received: ps_weights={weights!r}"
-        )
-
-
-def _is_positive(number: Any) -> bool:
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return is_number and 0 < number < float("inf")
