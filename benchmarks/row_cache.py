@@ -75,7 +75,7 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 10, 100])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[10, 100])
     parser.add_argument(
         "--optimizer",
         default='{"class_name": "SGD", "config": {"learning_rate": 0.5}}',

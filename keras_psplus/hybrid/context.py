@@ -1,7 +1,6 @@
 """The objects of a strategy that its tables are made with."""
 
 import dataclasses
-from collections.abc import Callable
 
 from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.rpc.servers import Servers
@@ -20,12 +19,9 @@ class TableContext:
         tables: The tables on them.
         placer: Decides which tables lie there.
         backup_tables: Tables of backups.
-        check_exact: Function that raises ValueError if the configuration of a cache does not fit
-            the strategy.
     """
 
     servers: Servers
     tables: Tables
     placer: TablePlacer
     backup_tables: ServerTables
-    check_exact: Callable[[dict[str, int]], None]

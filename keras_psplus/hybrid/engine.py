@@ -111,7 +111,6 @@ class TableEngine(_Replicas):
         lookup, spec = self.strategy.extended.lookup_keys, call.get("spec")
         cache = spec.get("cache") or self._context.placer.cache_of(spec["name"])
         if cache is not None:
-            self._context.check_exact(cache)
             spec = {**spec, "cache": cache}
         return dynamic.make(self._context.tables, lookup, spec, call.owner.trainable)
 

@@ -17,7 +17,7 @@ from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.barrier import Barrier
 from keras_psplus.hybrid.tables.dynamic import DynamicVariable
-from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches, pull_changed
+from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches
 from keras_psplus.hybrid.tables.rows_ahead import RowsAhead, current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.hybrid.tables.variable import TableVariable
@@ -120,7 +120,7 @@ class TableExtended(_Replicas):
             pull_ahead = functools.partial(self._pull_ahead, table, most)
             rows = ahead.lookup(table, indices, wanted, ready, pull, pull_ahead)
         if rows is None:
-            rows = self._read(table, most, wanted, pull)
+            rows = self._read(table, wanted, pull)
         if step is not None and step.may_be_empty:
             rows = tf.cond(
                 step.has_rows(),
@@ -154,7 +154,7 @@ class TableExtended(_Replicas):
         method = "lookup_training" if trains else "lookup"
         most = keys.shape.num_elements()
         pull = functools.partial(self._pull, table, most, method=method)
-        rows = self._read(table, most, wanted, pull) if trains else pull(wanted)
+        rows = self._read(table, wanted, pull) if trains else pull(wanted)
         if step is not None and step.may_be_empty:
             nothing = tf.zeros([tf.size(unique), table.dim])
             rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
@@ -169,27 +169,17 @@ class TableExtended(_Replicas):
         return None if step is None or step.engine.evaluates else self.row_caches.of(table)
 
     def _read(
-        self, table: Table, most: int | None, ids: tf.Tensor, pull: Callable[[tf.Tensor], tf.Tensor]
+        self, table: Table, ids: tf.Tensor, pull: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Rows of distinct ids, some of them from the table's cache."""
         cache = self._cache(table)
         if cache is None:
             return pull(ids)
-        now = self._clock(table).read_value()
-        return cache.lookup(ids, now, pull, functools.partial(self._pull_changed, table, most))
+        return cache.lookup(ids, self._clock(table).read_value(), pull)
 
     def _pull(self, table: Table, most: int, ids: tf.Tensor, **options: Any) -> tf.Tensor:
         self._count(table.pull_codec.traffic(table.name, "pull", ids))
         return table_module.pull(table, ids, current_replica(), most, **options)
-
-    def _pull_changed(
-        self, table: Table, most: int | None, ids: tf.Tensor, has_copy: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        ranks = current_replica(), self.rank_in_context()
-        where, rows = pull_changed(table, ids, has_copy, ranks, most)
-        good = tf.size(ids, _LONG) - tf.size(where, _LONG)
-        self._count(table.pull_codec.traffic(table.name, "pull", where, good))
-        return where, rows
 
     def _pull_ahead(self, table: Table, most: int, ids: tf.Tensor) -> tf.Tensor:
         step = None if self._barrier is None else self._clock(table).read_value()

@@ -155,7 +155,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         folder("tables_dir", tables_dir)
         push = compressor_for_rows("row_compression", row_compression)
         pull = compressor_for_rows("pull_compression", pull_compression)
-        placement_module.check_caches(cache, sync, prefetch, bool(push or pull))
+        placement_module.check_caches(cache, prefetch)
         updates = updates_module.get(updates)
         assert not isinstance(updates, str)
         if updates is not None and updates.local:
@@ -243,10 +243,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             *(extended.rows_ahead, extended.row_caches),
         )
         backup_tables = ServerTables(servers, tables, sync)
-        check = functools.partial(
-            placement_module.check_exact, sync=sync, compresses=bool(push or pull)
-        )
-        self._context = TableContext(servers, tables, placer, backup_tables, check)
+        self._context = TableContext(servers, tables, placer, backup_tables)
         # Steps overlap what they wait for from servers: seconds of that are not counted.
         self.communication.add_source(extended.table_traffic.traffic, lambda: 0.0)
         if self.is_chief and not sync:

@@ -21,8 +21,7 @@ class Cache:
 
     Args:
         rows: Number of rows for which a worker has room, from 1.
-        staleness: For how many updates of the table after it was read a copy is used. With 0, the
-            result is that of no cache: a copy is used while no other worker has changed the row.
+        staleness: For how many updates of the table after it was read a copy is used, from 1.
 
     Raises:
         ValueError: If an argument is no such number.
@@ -36,11 +35,11 @@ class Cache:
     """
 
     rows: int
-    staleness: int = 0
+    staleness: int
 
     def __post_init__(self) -> None:
         whole_number("rows", self.rows, 1, most=_MOST_ROWS)
-        whole_number("staleness", self.staleness, 0)
+        whole_number("staleness", self.staleness, 1)
 
     def get_config(self) -> dict[str, int]:
         """Configuration as a dict for JSON."""

@@ -115,10 +115,6 @@ class RowStore:
         has_all = tf.reduce_all(rows >= 0)
         return tf.ensure_shape(tf.cond(has_all, lambda: values, filled), [None, self.dim])
 
-    def are_there(self, keys: tf.Tensor) -> tf.Tensor:
-        """For each of the keys, whether it has a row."""
-        return self._expiry.living(self.key_rows, self.key_rows.index.find(hashes_of(keys))) >= 0
-
     def apply(
         self,
         keys: tf.Tensor,

@@ -135,10 +135,10 @@ FAULTS = (
     ),
     Fault(
         "a stale row",
-        "a worker reads its copy of a row that another worker has changed as well",
-        "hybrid/rows/row_owners.py",
-        "        is_owner = tf.logical_and(tf.equal(first, last), can_have)\n",
-        "        is_owner = tf.logical_or(tf.equal(first, last), can_have)\n",
+        "a worker reads its copy of a row for one update longer than it may",
+        "hybrid/tables/hot_rows.py",
+        "            is_read = now - self._read_at[places] > self._staleness\n",
+        "            is_read = now - self._read_at[places] > self._staleness + 1\n",
         ("hybrid/test_cache.py",),
     ),
     Fault(

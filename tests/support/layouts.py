@@ -101,7 +101,7 @@ def _hybrid(ps=1, caches=False, **options):
 
         if caches:
             stale = psp.tables.Cache(150, staleness=STALENESS)
-            options["cache"] = {"cached*": psp.tables.Cache(150), "stale*": stale}
+            options["cache"] = {"stale*": stale}
         placement = {"on_workers/*": "mirrored", "*": "parameter_server"}
         return psp.HybridStrategy(placement=placement, job_token="a token", **_PATIENT, **options)
 

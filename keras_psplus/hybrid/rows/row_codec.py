@@ -45,16 +45,13 @@ class RowCodec:
         """Rows per message, each with its number or key."""
         return MESSAGE_BYTES // (4 * self.width + self._id_bytes)
 
-    def traffic(
-        self, path: str, direction: str, ids: tf.Tensor, good: int | tf.Tensor = 0
-    ) -> TensorTraffic:
+    def traffic(self, path: str, direction: str, ids: tf.Tensor) -> TensorTraffic:
         """Bytes of a table's rows, each of which travels with its number.
 
         Args:
             path: Name of the table.
             direction: As of `Traffic`.
             ids: Numbers or keys of the rows.
-            good: Further numbers that travel, of rows whose copies are good.
         """
         compressor, count = self._compressor, tf.size(ids, tf.int64)
         name = None if compressor is None else repr(compressor)
@@ -62,7 +59,6 @@ class RowCodec:
             logical, sent, wire_bytes = (
                 count * (4 * words) for words in (self._dim, self.width, self.width + 1)
             )
-            wire_bytes += 4 * good
         return TensorTraffic(path, name, logical, sent, wire_bytes, direction=direction)
 
     def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:

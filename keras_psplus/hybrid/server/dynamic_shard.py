@@ -113,12 +113,6 @@ class DynamicShard(TableShard):
 
         return lookup
 
-    def _are_there(self, ids: tf.Tensor) -> tf.Tensor:
-        return self.store.are_there(ids)
-
-    def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
-        return self.store.lookup(ids, True)
-
     def _apply(
         self, ids: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
     ) -> tf.Tensor:

@@ -16,7 +16,6 @@ from keras_psplus.files.shard_files import rows_of
 from keras_psplus.hybrid.rows.initial_rows import make_variable
 from keras_psplus.hybrid.rows.lost_updates import MissingUpdates
 from keras_psplus.hybrid.rows.row_codec import RowCodec
-from keras_psplus.hybrid.rows.row_owners import RowOwners
 from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 
@@ -67,7 +66,6 @@ class TableShard:
         # Number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
         self._undo_log: RowUndoLog | None = None
-        self._owners = RowOwners.of_table(spec)
         self._make_rows(server, servers, keeps_undo_log)
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self.missing_updates = MissingUpdates(replicas, PARTS)
@@ -134,9 +132,6 @@ class TableShard:
         if self._undo_log is not None:
             of_table = self._lock, self._pull.encode
             makers["lookup_at"] = functools.partial(self._undo_log.lookup, *of_table)
-        if self._owners is not None:
-            lookup, rows = self._owners.lookup, (self._are_there, self._rows_of, self._encode)
-            makers["lookup_changed"] = functools.partial(lookup, self._ids, *rows)
         for i, variable in self.variables.items():
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
@@ -154,18 +149,9 @@ class TableShard:
     def _lookup(self) -> Method:
         @traced(tf.TensorSpec([None], _INT))
         def lookup(ids: tf.Tensor) -> tf.Tensor:
-            return self._encode(self._rows_of(ids))
+            return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
 
         return lookup
-
-    def _are_there(self, ids: tf.Tensor) -> tf.Tensor:
-        return tf.ones_like(ids, tf.bool)
-
-    def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
-        return self.weights.sparse_read(ids)
-
-    def _encode(self, rows: tf.Tensor) -> tf.Tensor:
-        return self._pull.encode(rows, self.version.read_value())
 
     def _read(self, variable: tf.Variable) -> Method:
         @traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
@@ -257,7 +243,7 @@ class TableShard:
             arrived = self._arrived.assign_add(tf.cast(last, _INT), read_value=True)
 
         def complete() -> tf.Tensor:
-            ids, gradient = self._sum(waits)
+            ids, gradient = self._sum()
             gradient = self._updater.regularized(ids, gradient)
 
             def keep() -> tf.Tensor:
@@ -273,7 +259,7 @@ class TableShard:
 
         return tf.cond(tf.equal(arrived, self._replicas), complete, self.version.read_value)
 
-    def _sum(self, waits: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _sum(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Sums received gradients in the order of replicas, independently of arrival."""
         # A loop costs more than what is summed, and there is seldom more than a part of each.
         places, sizes, ids, rows = tf.cond(
@@ -284,10 +270,6 @@ class TableShard:
             tf.gather(starts, order), tf.gather(starts + sizes, order)
         ).flat_values
         unique, positions = tf.unique(tf.gather(ids, in_order))
-        if self._owners is not None:
-            parts = tf.gather(places // PARTS, order), tf.gather(sizes, order)
-            # Gradients that wait are scaled before they are applied; senders have them unscaled.
-            self._owners.note(unique, positions, parts, self._are_there(unique) & (waits <= 0))
         rows = tf.gather(rows, in_order)
         return unique, tf.math.unsorted_segment_sum(rows, positions, tf.size(unique))
 

@@ -176,11 +176,11 @@ def check_placement(rule: _Rule) -> _Rule:
     return rule
 
 
-def check_caches(cache: _Caches, sync: bool, prefetch: bool, compresses: bool) -> None:
-    """Checks what a user gives for `cache`, beside other arguments of the strategy.
+def check_caches(cache: _Caches, prefetch: bool) -> None:
+    """Checks what a user gives for `cache`, beside `prefetch`.
 
     Raises:
-        ValueError: If it is no cache, or has no meaning beside them.
+        ValueError: If it is no cache, or has no meaning beside it.
     """
     if cache is None:
         return
@@ -194,17 +194,4 @@ def check_caches(cache: _Caches, sync: bool, prefetch: bool, compresses: bool) -
         raise ValueError(
             "`prefetch=True` reads rows that are one update old, and `cache` keeps copies of them: "
             f"use one of the two. Received: cache={shown(cache)} with prefetch=True"
-        )
-    for one in caches:
-        check_exact(check_cache(one), sync, compresses)
-
-
-def check_exact(cache: dict[str, int] | None, sync: bool, compresses: bool) -> None:
-    """Raises ValueError if a cache without staleness cannot be exact."""
-    if cache is not None and not cache["staleness"] and (compresses or not sync):
-        others = "row_compression or pull_compression" if sync else "sync=False"
-        raise ValueError(
-            "`Cache(staleness=0)` keeps copies that equal the rows, for which updates must be "
-            "synchronous and rows must be sent as they are. Give it a `staleness`, or leave out "
-            f"{others}. Received: cache={cache} with {others}"
         )

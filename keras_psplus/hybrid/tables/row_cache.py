@@ -7,10 +7,6 @@
 The worker applies its own gradients to its copies, times the number of replicas, as an estimate of
 the sum: the servers' sum is the mean of these updates, as with local SGD. Gradients wait where the
 update by their sum is the sum of their updates, which is so for plain SGD.
-
-With `staleness=0` gradients do not wait, and a copy is read while no other worker has changed the
-row on the server, which answers so (`row_owners`): the worker's own update makes the copy what the
-row is. With an optimizer that has slots, which the copy lacks, nothing is read from copies.
 """
 
 from __future__ import annotations
@@ -20,16 +16,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows.row_owners import split_bits
 from keras_psplus.hybrid.tables.hot_rows import HotRows
 from keras_psplus.hybrid.tables.rows_ahead import current_replica
-from keras_psplus.hybrid.tables.table import Table, pull_from
+from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.local import outside
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 from keras_psplus.tf_internals import resource_variable_ops
 
 _INT, _LONG = tf.int32, tf.int64
-_FOR_EVER = 1 << 60
 
 
 class RowCache:
@@ -42,8 +36,7 @@ class RowCache:
     def __init__(self, table: Table) -> None:
         assert table.cache is not None
         self._table, self._rows = table, table.cache["rows"]
-        self.is_exact = not table.cache["staleness"]
-        self.hot = HotRows(self._rows, table.cache["staleness"] or _FOR_EVER)
+        self.hot = HotRows(self._rows, table.cache["staleness"])
         self._copies = self._variable()
         # Sums of gradients that wait; only where some do.
         self._sums: Any = None
@@ -58,16 +51,14 @@ class RowCache:
 
     @property
     def can_be_used(self) -> bool:
-        """Whether the table's optimizer is known, and copies can be what it needs."""
-        if self._table.row_config is None:
-            return False
-        return not (self.is_exact and self._updater.slots)
+        """Whether the table's optimizer is known."""
+        return self._table.row_config is not None
 
     @property
     def holds(self) -> bool:
         """Whether gradients wait."""
         config = self._table.row_config
-        return not self.is_exact and config is not None and is_linear(config)
+        return config is not None and is_linear(config)
 
     @property
     def most_waiting(self) -> int:
@@ -98,11 +89,7 @@ class RowCache:
         return self._optimizer
 
     def lookup(
-        self,
-        ids: tf.Tensor,
-        now: tf.Tensor,
-        pull: Callable[[tf.Tensor], tf.Tensor],
-        pull_changed: Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
+        self, ids: tf.Tensor, now: tf.Tensor, pull: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         """Rows of a step.
 
@@ -110,8 +97,6 @@ class RowCache:
             ids: int64 vector of distinct ids.
             now: int64 scalar, the number of updates that this replica has sent.
             pull: Function of ids that brings rows from the servers.
-            pull_changed: Function of ids and of whether there is a copy of each. It brings rows of
-                which no copy is what the row is, behind their places in `ids`.
         """
         places, is_read, given = tf.numpy_function(
             self.hot.begin, [ids, self._later(now)], [_INT, tf.bool, _INT], stateful=True
@@ -125,11 +110,8 @@ class RowCache:
             )
             for slot, first in zip(self._updater.slots, self._first_slots)
         ]
-        if self.is_exact:
-            where, rows = pull_changed(ids, tf.logical_not(is_read))
-        else:
-            where = tf.cast(tf.where(is_read)[:, 0], _INT)
-            rows = pull(tf.gather(ids, where))
+        where = tf.cast(tf.where(is_read)[:, 0], _INT)
+        rows = pull(tf.gather(ids, where))
         at = tf.gather(places, where)
         kept = at >= 0
         done.append(_scatter(self._copies, tf.boolean_mask(at, kept), tf.boolean_mask(rows, kept)))
@@ -166,8 +148,7 @@ class RowCache:
         own, gradient = tf.boolean_mask(places, has_copy), tf.boolean_mask(rows, has_copy)
         own, gradient = tf.ensure_shape(own, [None]), tf.ensure_shape(gradient, rows.shape)
         # Others' gradients of these rows come late: until then, one's own stands for each of them.
-        estimate = gradient if self.is_exact else gradient * replicas
-        regularized = self._updater.regularized(own, estimate)
+        regularized = self._updater.regularized(own, gradient * replicas)
         self._updater.apply(own, regularized, numbers[0], numbers[1:], iterations)
         if not self.holds:
             return ids, rows
@@ -238,10 +219,9 @@ class RowCaches:
         return before
 
     def read_again(self) -> None:
-        """Has copies that may differ from the rows be read again."""
+        """Has all copies be read again."""
         for cache in self._caches.values():
-            if not cache.is_exact:
-                cache.forget()
+            cache.forget()
 
     def forget(self, table: Table | None = None) -> None:
         """Forgets copies and gradients of a table, or of all, that was set."""
@@ -262,39 +242,3 @@ def is_linear(config: dict[str, Any]) -> bool:
 
 def _scatter(variable: Any, places: tf.Tensor, rows: tf.Tensor) -> tf.Operation:
     return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=places, updates=rows)
-
-
-def pull_changed(
-    table: Table, ids: tf.Tensor, has_copy: tf.Tensor, ranks: tuple[int, int], most: int | None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Brings rows of which a replica has no copy that is what the row is.
-
-    Args:
-        table: `Table`.
-        ids: int64 vector of distinct row numbers in range.
-        has_copy: bool vector, whether the replica has a copy.
-        ranks: Its index among the local ones, and its number among all.
-        most: How many ids there are at most, if the graph can tell.
-
-    Returns:
-        int32 vector of places in `ids`, and the rows of these.
-    """
-    codec, waits, (replica, rank) = table.pull_codec, [], ranks
-    shape, limit = [None, codec.width], codec.rows_per_message
-    method = table.method("lookup_changed")
-    for link, (own, held, places) in zip(table.links("pull", replica), table.split(ids, has_copy)):
-        # Copies come first; a batch with more rows than a message has asks for all of them.
-        held = tf.logical_and(held, tf.size(own) <= limit)
-        order = tf.argsort(tf.cast(tf.logical_not(held), _INT), stable=True)
-        asked, count = tf.gather(own, order), tf.reduce_sum(tf.cast(held, _INT))
-        header = tf.stack([tf.constant(rank, _LONG), tf.cast(count, _LONG)])
-        wait = pull_from(link, method, [header], asked, shape, limit, most)
-        waits.append((wait, count, order if places is None else tf.gather(places, order)))
-    every = []
-    for wait, count, places in waits:
-        is_good, words = split_bits(wait(), count, codec)
-        is_good = tf.pad(is_good, [[0, tf.size(places) - count]])
-        where = tf.boolean_mask(places, tf.logical_not(is_good))
-        every.append((where, codec.decode(words, tf.constant(0, _LONG))))
-    where, rows = (tf.concat(parts, 0) for parts in zip(*every))
-    return tf.ensure_shape(where, [None]), tf.ensure_shape(rows, [None, table.dim])

@@ -166,7 +166,7 @@ def pull(
     shape = [None, codec.width]
     parts = table.split(ids)
     waits = [
-        pull_from(link, method, first, own, shape, codec.rows_per_message, most)
+        _pull_from(link, method, first, own, shape, codec.rows_per_message, most)
         for link, (own, _) in zip(table.links(purpose, replica), parts)
     ]
     rows = [codec.decode(wait(), tf.constant(0, _LONG)) for wait in waits]
@@ -175,7 +175,7 @@ def pull(
     return tf.ensure_shape(tf.dynamic_stitch([p for _, p in parts], rows), [None, table.dim])
 
 
-def pull_from(
+def _pull_from(
     link: RpcClient,
     method: str,
     first: Sequence[tf.Tensor],
