@@ -72,7 +72,7 @@ class StrategyBase:
         `finish_updates` first if the strategy has `updates`.
 
         Under all-reduce, each worker has its own part: call it on all of them, and save each
-        result. A chief has that of all workers, or stages.
+        result. A chief has that of all workers.
 
         Args:
             optimizer: The model's optimizer.

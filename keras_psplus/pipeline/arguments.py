@@ -11,6 +11,11 @@ _FOR_ACTIVATIONS = (
     "`supports_values = True`"
 )
 
+_FOR_GRADIENTS = (
+    'None, "bf16", "fp16", `Cast` without `error_feedback`, or a dict from patterns of variables\' '
+    "paths to these"
+)
+
 
 def check_stages(stages: Any) -> list[list[str]] | None:
     """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`.
@@ -83,9 +88,9 @@ def check_gradient_compression(given: Any, pipelines: int) -> compression.Compre
     """Returns the compressor of gradients between pipelines, or None.
 
     Raises:
-        ValueError: If it is none, if there is one pipeline, or if it does not encode tensors.
+        ValueError: If it is no cast, or if there is one pipeline.
     """
-    compressor = compression.get(given)
+    compressor = compression.get(given, allowed=_FOR_GRADIENTS)
     if compressor is not None and pipelines == 1:
         raise ValueError(
             "`compression` is for gradients that pipelines send each other, and there is one "
@@ -93,14 +98,10 @@ def check_gradient_compression(given: Any, pipelines: int) -> compression.Compre
             f"send each other. Received: compression={given!r}, pipelines=1"
         )
     for one in methods.each(compressor):
-        method = methods.missing(one, "encode", "decode")
-        if method or not one.communicates:
-            reason = f"without `{method}`" if method else "which sends nothing"
+        if not isinstance(one, compression.Cast) or one.error_feedback:
             raise ValueError(
-                "`compression` must have `encode` and `decode`: a pipeline sends its gradients to "
-                "another, and there are no rounds in which all of them average. Pass "
-                '"bf16", "fp16", "int8", "sign", "topk:0.01" or "powersgd:4". '
-                f"Received: compression={one!r}, {reason}"
+                "`compression` casts the gradients that pipelines send each other, which leave no "
+                f"residuals: it must be {_FOR_GRADIENTS}. Received: compression={one!r}"
             )
     return compressor
 

@@ -7,7 +7,6 @@ import keras
 
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.replicas.copies import Copies
-from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.step.stage_times import StageTimes
@@ -36,7 +35,6 @@ class PipelineContext:
         splitter: Splits models into stages.
         variables: Makes and moves variables of layers.
         copies: Copies of weights, with several pipelines.
-        residuals: State of the compressors of gradients.
         traffic: Totals of what steps send.
         times: Seconds of steps by task.
         under_way: Training steps that have begun and not ended, or None.
@@ -46,7 +44,6 @@ class PipelineContext:
     splitter: Splitter
     variables: Variables
     copies: Copies
-    residuals: Residuals
     traffic: PipelineTraffic
     times: StageTimes
     under_way: UnderWay | None = None

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted
+from keras_psplus.core.state.worker_state import WorkerState
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
 from keras_psplus.pipeline.base import rows, schedule
 from keras_psplus.pipeline.context import PipelineContext
-from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split import costs
 from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
 from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
+
+
+class _NothingKept(WorkerState):
+    """State of workers that keep none from step to step."""
+
+    kind = "pipeline"
+    has_any, may_keep, units, total = False, False, (), 0
+
+    def assign(
+        self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
+    ) -> None:
+        pass
 
 
 class PipelineEngine(DistributedEngine):
@@ -36,11 +49,11 @@ class PipelineEngine(DistributedEngine):
     def __init__(self, strategy: tf.distribute.Strategy, context: PipelineContext) -> None:
         super().__init__(strategy)
         self.context = context
-        context.residuals.finish_steps = self.settle
+        self._nothing_kept = _NothingKept(self.settle)
 
     @property
-    def worker_state(self) -> Residuals:
-        return self.context.residuals
+    def worker_state(self) -> WorkerState:
+        return self._nothing_kept
 
     @property
     def are_servers_preempted(self) -> Callable[[], bool] | None:

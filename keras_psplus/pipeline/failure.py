@@ -11,7 +11,7 @@ from keras_psplus.core.jobs import job_failure
 from keras_psplus.errors import StageLostError
 
 # Errors after a task is lost. The last two come from leftovers of an earlier step.
-OF_TASKS = (
+_OF_TASKS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.InternalError,
@@ -24,7 +24,7 @@ def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Adds the lost stage's name to TensorFlow's error."""
     try:
         yield
-    except OF_TASKS as error:
+    except _OF_TASKS as error:
         number = None if strategy.task is None else _lost_worker(strategy, str(error))
         if number is None:
             raise

@@ -28,7 +28,6 @@ from keras_psplus.pipeline.context import PipelineContext
 from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
 from keras_psplus.pipeline.replicas.copies import Copies
-from keras_psplus.pipeline.replicas.residuals import Residuals
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.stalls import StallProbe, Watch
@@ -74,9 +73,9 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
             `"1f1b"`.
         recompute: Whether each stage computes its activations once more for its gradients. In
             between, it keeps what it was sent. A step takes about a third longer.
-        compression: How gradients go from pipeline to pipeline, as in other strategies: a
-            compressor, its short name (`"bf16"`, `"int8"`, `"sign"`, `"topk:0.01"`) or a dict by
-            variable; None to send them as they are.
+        compression: How gradients go from pipeline to pipeline: `"bf16"`, `"fp16"`, a
+            `compression.Cast` without error feedback, or a dict of these by variable; None to send
+            them as they are.
         activation_compression: How activations and their gradients go from stage to stage:
             `"bf16"`, `"fp16"`, `"int8"`, or a compressor whose `supports_values` is True; None to
             send them as they are. It loses precision.
@@ -171,9 +170,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         traffic = PipelineTraffic(host, made, copies)
         self._progress = Progress(leads=True)
         times = StageTimes(self._progress, made, host, measures=self._task is not None)
-        context = PipelineContext(
-            made, splitter, variables, copies, Residuals(self), traffic, times
-        )
+        context = PipelineContext(made, splitter, variables, copies, traffic, times)
         self._engine = PipelineEngine(self, context)
         self._communication = Communication()
         # What a step waits for is not measured.

@@ -38,11 +38,10 @@ from tests.support.tables import for_each
             r"1 workers or devices cannot be divided over 3 pipelines.*start 3 work",
         ),
         ({"compression": "int8"}, "there is one pipeline"),
-        ({"pipelines": 2, "compression": "int9"}, "compression"),
-        ({"pipelines": 2, "compression": "factors"}, "must have `encode` and `decode`"),
-        (
-            {"pipelines": 2, "compression": psp.compression.NoCommunication()},
-            "a pipeline sends its gradients to another",
+        ({"pipelines": 2, "compression": "int9"}, '`compression` must be None, "bf16", "fp16"'),
+        *(
+            ({"pipelines": 2, "compression": given}, '`compression` casts .* must be None, "bf16"')
+            for given in ("int8", {"*": "sign"}, psp.compression.Cast(error_feedback=True))
         ),
     ],
 )

@@ -81,8 +81,6 @@ class WorkerFiles:
         if state.has_any:
             try:
                 files = self._write(model, folder, lost)
-            except state.lost_errors:
-                raise
             except _FILE_ERRORS as error:
                 problem = self._problem(folder, error)
             if self._is_too_early(lost):

@@ -5,7 +5,6 @@ Each strategy has a back end, which finds the arrays of an optimizer:
 
     all-reduce           variables of this process's replicas
     parameter servers    resources of remote workers, which the chief asks for
-    pipelines            variables on the stages' devices, which the chief reads
 
 States are made when a step first needs them. Loaded values wait for that.
 """
@@ -37,13 +36,11 @@ class WorkerState:
         finish_steps: Function that waits for steps that are under way.
 
     Attributes:
-        kind: Word for what has a state of its own: a replica, a worker or a pipeline.
-        lost_errors: Errors that say that another task is gone, not that a file cannot be written.
+        kind: Word for what has a state of its own: a replica or a worker.
         finish_steps: As given.
     """
 
     kind = "replica"
-    lost_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, finish_steps: Callable[[], Any] = lambda: None) -> None:
         self.finish_steps = finish_steps
@@ -67,7 +64,7 @@ class WorkerState:
 
     @property
     def units(self) -> Sequence[int]:
-        """Numbers of the replicas, workers or pipelines whose state this process has."""
+        """Numbers of the replicas or workers whose state this process has."""
         raise NotImplementedError
 
     @property

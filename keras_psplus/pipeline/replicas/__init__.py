@@ -1,1 +1,1 @@
-"""Several copies of a pipeline: their sums and residuals."""
+"""Several copies of a pipeline: their weights and sums."""

@@ -17,7 +17,6 @@ from keras_psplus.pipeline.step import train_step
 from keras_psplus.pipeline.step.feed import Feed, as_tensors
 from keras_psplus.pipeline.step.traced_step import PipelineStep
 from keras_psplus.pipeline.wire import crossings
-from keras_psplus.pipeline.wire.gradient_compression import GradientCompression
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
@@ -135,9 +134,9 @@ class Functions:
         rows, count = None if key[1] else key[0], strategy.microbatches
         if rows is not None and like is None:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
-        trains, compression = self._trains is not None, None
-        if trains and strategy.compression is not None:
-            compression = GradientCompression(strategy.compression, context.residuals, self._trains)
+        trains = self._trains is not None
+        compressor = strategy.compression if trains else None
+        scale = None if compressor is None else crossings.loss_scale(self._trains)
         with PipelineStep(self._engine, context, count, rows, self._order, trains) as step:
             step.clock = context.times.clock() if self._counts else None
             if like is not None:
@@ -153,9 +152,9 @@ class Functions:
                 step.compiled_calls.check()
         step.over_pipelines.check()
         step.finish_backward()
-        encoded = []
-        if compression is not None:
-            encoded += compression.compress(graph, step.over_pipelines.crossings, results)
+        encoded, transfers = [], step.over_pipelines.crossings
+        if compressor is not None:
+            encoded += crossings.compress_gradients(graph, transfers, compressor, scale)
         between = devices.place(graph, before, context.stages)
         moments = None
         if step.clock is not None:
@@ -170,7 +169,7 @@ class Functions:
         ]
         self._end_trace(graph)
         if self._counts:
-            context.traffic.count(graph, results, step.over_pipelines.crossings, encoded)
+            context.traffic.count(graph, results, transfers, encoded)
         return results, moments
 
     def _run_in_step(self, step: PipelineStep, batch: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Transfers between stages, and their compression."""
+"""Transfers between stages and pipelines, and their compression."""

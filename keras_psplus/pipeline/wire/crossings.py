@@ -1,14 +1,15 @@
-"""Activations and their gradients in fewer bytes, on their way from stage to stage."""
+"""Tensors in fewer bytes: those that cross stages, and gradients between pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.pipeline.base.stages import Stages
+from keras_psplus.pipeline.replicas.pipeline_sums import ReplicaTransfer
 from keras_psplus.pipeline.wire.traffic import Encoded
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -50,12 +51,61 @@ def compress_activations(
                 continue
             key = id(tensor), consumer.device
             if key not in decoded:
-                payload, decoded[key] = _over(graph, tensor, consumer.device, compressor)
-                encoded.append(Encoded([tensor], tf.nest.flatten(payload), compressor))
+                ends = tensor.device, consumer.device
+                payload, decoded[key] = _over(graph, tensor, ends, compressor)
+                encoded.append(Encoded([tensor], payload, compressor))
             for i, given in enumerate(consumer.inputs):
                 if given is tensor:
                     consumer._update_input(i, decoded[key])
     return encoded
+
+
+def compress_gradients(
+    graph: tf.Graph,
+    transfers: Iterable[ReplicaTransfer],
+    compressor: Compressor,
+    scale: tf.Tensor | None,
+) -> list[Encoded]:
+    """Compresses gradients between pipelines, of which a primary's worker decodes each.
+
+    The sum of the pipeline that has the primary goes nowhere, and is left as it is.
+
+    Args:
+        graph: The graph of a step.
+        compressor: A `Cast`, or a `ByVariable` of these.
+        scale: Result of `loss_scale`; gradients are sent without it.
+    """
+    encoded = []
+    for transfer in transfers:
+        weight, primary = transfer.copied.variable(), transfer.copied.primary
+        arrived, sent = transfer.arrived, transfer.sent
+        beside = []
+        if isinstance(sent, tf.IndexedSlices):
+            beside, sent, arrived = [sent.indices], sent.values, arrived.values
+        own = None
+        if weight is not None and arrived.graph is graph and primary.shape.rank:
+            own = compressor.for_variable(weight.path, primary.shape, primary.dtype)
+        if own is None:
+            continue
+        ends = transfer.copied.copies[transfer.pipeline].device, primary.device
+        shape = tf.TensorShape([None if beside else primary.shape[0], *primary.shape[1:]])
+        with ops.device(ends[0]):
+            rows = tf.ensure_shape(sent, shape)
+            rows = rows if scale is None else rows / tf.cast(scale, rows.dtype)
+        payload, decoded = _over(graph, rows, ends, own)
+        with ops.device(ends[1]):
+            decoded = decoded if scale is None else decoded * tf.cast(scale, rows.dtype)
+        arrived.op._update_input(0, decoded)
+        encoded.append(Encoded([sent, *beside], [*payload, *beside], own, weight.path))
+    return encoded
+
+
+def loss_scale(model: keras.Model) -> tf.Tensor | None:
+    """Scale of a step's losses, read before the step changes it; None without one."""
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not optimizer.built:
+        return None
+    return tf.identity(optimizer.dynamic_scale.value)
 
 
 def _is_worth_it(tensor: tf.Tensor) -> bool:
@@ -68,11 +118,13 @@ def _is_worth_it(tensor: tf.Tensor) -> bool:
 
 
 def _over(
-    graph: tf.Graph, tensor: tf.Tensor, device: str, compressor: Compressor
-) -> tuple[Any, tf.Tensor]:
+    graph: tf.Graph, tensor: tf.Tensor, ends: tuple[str, str], compressor: Compressor
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Payload that leaves the first of two devices, and the tensor on the second."""
     step = tf.constant(0, tf.int64)
     with graph.as_default(), ops.control_dependencies(None):
-        with ops.device(tensor.device):
+        with ops.device(ends[0]):
             payload = compressor.encode_rows(tensor, step)
-        with ops.device(device):
-            return payload, compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)
+        with ops.device(ends[1]):
+            decoded = compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)
+    return tf.nest.flatten(payload), decoded
