@@ -7,7 +7,6 @@ import random
 import sys
 import types
 import typing
-import warnings
 
 from keras_psplus.versions import __version__
 
@@ -32,8 +31,6 @@ _EXPORTS = {
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
 _MODULES = ("callbacks", "compression", "errors", "layers", "serving", "tables", "updates")
 
-# Names that work for one more version, and those to use instead.
-_DEPRECATED = {"strategy": "strategy_from_env"}
 __all__ = ["__version__", *_EXPORTS, *_MODULES]
 
 
@@ -85,19 +82,12 @@ def _prepare(versions: types.ModuleType) -> None:
 
 
 def __getattr__(name: str) -> typing.Any:
-    current = _DEPRECATED.get(name, name)
-    if current not in (*_EXPORTS, *_MODULES):
+    if name not in (*_EXPORTS, *_MODULES):
         raise AttributeError(f"module 'keras_psplus' has no attribute '{name}'")
     _load()
     if name in _MODULES:
         return importlib.import_module(f"keras_psplus.{name}")
-    if current != name:
-        warnings.warn(
-            f"`keras_psplus.{name}` is now `keras_psplus.{current}`; use that.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-    value = getattr(importlib.import_module(_EXPORTS[current]), current)
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 

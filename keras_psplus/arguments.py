@@ -2,7 +2,6 @@
 
 import numbers
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,19 +65,6 @@ def seconds(name: str, value: Any, or_none: bool = False) -> Any:
         return None
     allowed = f"a positive number of seconds, at most {MOST_SECONDS}{', or None' * or_none}"
     return number(name, value, allowed, lambda v: 0 < v <= MOST_SECONDS)
-
-
-def renamed(old: str, value: Any, new: str, given: Any) -> Any:
-    """Returns an argument that may have been given by its deprecated name.
-
-    Args:
-        value: What was given by it; None if nothing was.
-        given: What was given by that, or its default.
-    """
-    if value is None:
-        return given
-    warnings.warn(f"`{old}` is now `{new}`; use that.", DeprecationWarning, stacklevel=3)
-    return value
 
 
 def text(name: str, value: Any) -> str | None:

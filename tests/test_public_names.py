@@ -1,4 +1,4 @@
-"""Public names of strategies, and those that are deprecated."""
+"""Public names of strategies."""
 
 import inspect
 
@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.arguments import renamed
 from keras_psplus.catalogue import lookup
 from keras_psplus.cli import export, run, serve
 from keras_psplus.cli.flags import parsing
@@ -42,23 +41,6 @@ def test_strategies_have_these_public_attributes(kind):
 def test_timeouts_have_the_same_names(kind):
     parameters = inspect.signature(kind.__init__).parameters
     assert {"startup_timeout", "heartbeat_timeout", "stall_warning"} <= set(parameters)
-
-
-def test_a_deprecated_argument_is_taken_and_warns():
-    with pytest.warns(DeprecationWarning, match="`old` is now `new`"):
-        assert renamed("old", 5, "new", 60) == 5
-    assert renamed("old", None, "new", 60) == 60
-    with (
-        pytest.warns(DeprecationWarning, match="`worker_timeout` is now `heartbeat_timeout`"),
-        pytest.raises(ValueError, match=r"Received: heartbeat_timeout=-1"),
-    ):
-        psp.ParameterServerStrategy(worker_timeout=-1)
-
-
-def test_the_strategy_of_the_environment_has_two_names():
-    vars(psp).pop("strategy", None)
-    with pytest.warns(DeprecationWarning, match=r"`keras_psplus\.strategy` is now .*_from_env`"):
-        assert psp.strategy is psp.strategy_from_env
 
 
 def test_one_default_of_schedule():

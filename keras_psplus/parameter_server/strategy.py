@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
-from keras_psplus.arguments import renamed, seconds
+from keras_psplus.arguments import seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -88,7 +88,6 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         min_workers: With how many of `TF_CONFIG`'s workers training begins; the
             others may come, and all may leave and come back, while it runs. None for the least
             number of `keras-psplus run --workers MIN:MAX`, or all.
-        worker_timeout: Deprecated name of `heartbeat_timeout`.
 
     Raises:
         ValueError: If an argument is out of range, a combination of them has no meaning, or a
@@ -135,12 +134,8 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         stall_warning: float | None = 60.0,
         overlap_steps: bool | str = "auto",
         min_workers: int | None = None,
-        worker_timeout: float | None = None,
     ) -> None:
         activation.activate()
-        heartbeat_timeout = renamed(
-            "worker_timeout", worker_timeout, "heartbeat_timeout", heartbeat_timeout
-        )
         compression, updates = launch_flags.fill(
             type(self).__name__, compression=compression, updates=updates
         )
