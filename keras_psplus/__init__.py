@@ -65,11 +65,7 @@ def _prepare(versions: types.ModuleType) -> None:
         from keras_psplus import activation, keras_hooks
         from keras_psplus.cluster.monitor import task_report
         from keras_psplus.core.plan import plan_request
-        from keras_psplus.keras_internals import keras_attributes
-        from keras_psplus.tf_internals import attributes
 
-        attributes.check_tensorflow_attributes()
-        keras_attributes.check_keras_attributes()
         keras_hooks.check()
         # Keras loads files of models with these layers then.
         importlib.import_module("keras_psplus.layers")

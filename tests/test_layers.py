@@ -39,7 +39,6 @@ compression: averaging options base wire no_communication by_variable rows quant
 core: jobs base state data graph plan batch gradient_path backup models strategy_base
     strategy_engine distributed_engine
 hybrid: rows rpc stalls tables files extended server context engine sharded strategy
-keras_internals: private_attributes keras_parts keras_attributes
 layers: combiners dynamic_embedding feature_lookup
 parameter_server: modes tracing placement state transport data scheduling startup extended context
     reports steps sync updates predict_function train_function engine strategy

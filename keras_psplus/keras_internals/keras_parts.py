@@ -20,12 +20,11 @@ from keras.src.models import model as model_module
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
-from keras.src.trainers import compile_utils, epoch_iterator, trainer
+from keras.src.trainers import epoch_iterator, trainer
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
     data_adapter,
-    generator_data_adapter,
     py_dataset_adapter,
     tf_dataset_adapter,
 )
@@ -33,7 +32,6 @@ from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sampl
 from keras.src.utils import file_utils, io_utils
 
 __all__ = [
-    "compile_utils",
     "array_data_adapter",
     "array_slicing",
     "backend",
@@ -45,7 +43,6 @@ __all__ = [
     "epoch_iterator",
     "file_utils",
     "get_keras_mask",
-    "generator_data_adapter",
     "global_state",
     "io_utils",
     "is_class_weight_map",

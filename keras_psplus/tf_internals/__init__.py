@@ -1,7 +1,7 @@
 """The one door to TensorFlow's internals: nothing else imports `tensorflow.python`.
 
-What is not there any more is named when the package is imported. `checks` has the names and the
-private attributes that are relied on.
+What is not there any more is named when the package is imported. A test has the private attributes
+that are relied on.
 """
 
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2

@@ -3,7 +3,8 @@
     python tests/versions/run.py [--only PATTERN | --ends] [--folder FOLDER]
 
 makes an environment for each pair in the folder, installs what is missing there, and prints a line
-for each pair at the end. The core set: every strategy equals one process, and every hook fires.
+for each pair at the end. The core set: every strategy equals one process, every hook
+fires, and private attributes are there.
 """
 
 import argparse
@@ -26,7 +27,7 @@ PAIRS = (
     ("3.11", "keras-nightly", "tensorflow==2.21.*"),
 )
 OTHERS = ("hypothesis", "keras-rs>=0.4", "pytest>=8", "pytest-timeout")
-TESTS = ("tests/smoke", "tests/keras_hooks")
+TESTS = ("tests/smoke", "tests/keras_hooks", "tests/test_private_attributes.py")
 
 
 def main():

@@ -1,11 +1,32 @@
-"""The private attributes of TensorFlow that are relied on; checked when the package is imported."""
+"""The private attributes of Keras and TensorFlow that are relied on, and whether they are there."""
 
+import inspect
+import types
+
+import keras
 import tensorflow as tf
+from keras.src.trainers import compile_utils
+from keras.src.trainers.data_adapters import generator_data_adapter
 from tensorflow.python.data.ops import iterator_ops, structured_function
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
-from keras_psplus.keras_internals import private_attributes
+from keras_psplus.keras_internals.keras_parts import (
+    BaseTrainer,
+    ExportArchive,
+    TensorFlowTrainer,
+    Variable,
+    array_data_adapter,
+    backup_and_restore,
+    base_optimizer,
+    epoch_iterator,
+    layers,
+    loss_scale_optimizer,
+    model_module,
+    saving_lib,
+    tf_optimizer,
+    tf_trainer,
+)
 from keras_psplus.tf_internals import (
     batch_op,
     collective_all_reduce_strategy,
@@ -31,7 +52,53 @@ from keras_psplus.tf_internals import (
     take_op,
 )
 
-ATTRIBUTES = [
+# A class or a module, and the names of attributes.
+KERAS = [
+    (
+        backup_and_restore.BackupAndRestore,
+        "_current_epoch _last_batch_seen _load_model _save_model _training_metadata_path "
+        "_weights_path",
+    ),
+    (
+        base_optimizer.BaseOptimizer,
+        "_accumulated_gradients _apply_weight_decay "
+        "_backend_increment_gradient_accumulators _backend_reset_gradient_accumulators "
+        "_backend_update_step _clip_gradients _get_variable_index _iterations _learning_rate "
+        "_model_variables_moving_average _overwrite_model_variables_with_average_value "
+        "_track_variable _trainable_variables _update_model_variables_moving_average "
+        "_use_weight_decay",
+    ),
+    (tf_optimizer.TFOptimizer, "_distributed_tf_update_step _distribution_strategy"),
+    (loss_scale_optimizer.LossScaleOptimizer, "inner_optimizer dynamic_scale"),
+    (
+        epoch_iterator.EpochIterator,
+        "_current_iterator _enumerate_iterator _epoch_iterator _num_batches _steps_seen",
+    ),
+    (tf_trainer.TFEpochIterator, "_distributed_dataset _distribute_strategy _get_iterator"),
+    (array_data_adapter.ArrayDataAdapter, "_inputs _num_samples _shuffle"),
+    (generator_data_adapter.GeneratorDataAdapter, "_first_batches"),
+    (compile_utils.CompileMetrics, "_user_metrics _user_weighted_metrics"),
+    (BaseTrainer, "_compile_loss _compile_metrics _compute_loss _loss_tracker _symbolic_build"),
+    (TensorFlowTrainer, "_autoconvert_optionals _distribute_strategy _initial_epoch"),
+    (
+        layers.Layer,
+        "_call_has_training_arg _flatten_layers _layers _losses _non_trainable_variables "
+        "_seed_generators _trainable_variables",
+    ),
+    *((cls, "_kernel") for cls in (layers.Dense, layers.EinsumDense)),
+    (layers.BatchNormalization, "_reduction_axes"),
+    (layers.Embedding, "_embeddings"),
+    *(
+        (cls, "_compute_attention _key_dense _output_dense _query_dense _value_dense")
+        for cls in (layers.MultiHeadAttention, layers.GroupedQueryAttention)
+    ),
+    (model_module.Model, "_flatten_layers"),
+    (keras.Function, "_nodes_by_depth _outputs_struct _run_through_graph"),
+    (ExportArchive, "_endpoint_names _endpoint_signatures"),
+    (saving_lib, "_save_state"),
+    (Variable, "_initialize _initializer _maybe_autocast _trainable _value"),
+]
+TENSORFLOW = [
     # Eager and graph execution.
     (ConcreteFunction, "_call_flat"),
     (context.Context, "_context_handle"),
@@ -101,10 +168,21 @@ ATTRIBUTES = [
 ]
 
 
-def check_tensorflow_attributes() -> None:
-    """Checks that TensorFlow has them.
+def has(owner, name):
+    """Whether a module has a name, or a class or its methods mention an attribute.
 
-    Raises:
-        ImportError: If one is missing; it is named.
+    Args:
+        owner: Class or module.
     """
-    private_attributes.check_attributes(f"TensorFlow {tf.__version__}", ATTRIBUTES)
+    if hasattr(owner, name):
+        return True
+    return inspect.isclass(owner) and any(name in code.co_names for code in _codes(owner))
+
+
+def _codes(cls):
+    for base in cls.__mro__:
+        for member in vars(base).values():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            function = inspect.unwrap(function) if callable(function) else function
+            if isinstance(function, types.FunctionType):
+                yield function.__code__
