@@ -133,7 +133,7 @@ def _software(problems: list[str]) -> None:
     print("software")
     _row("python", f"{platform.python_version()} ({sys.executable})")
     for package in (versions.TENSORFLOW, versions.KERAS):
-        _row(package.module, versions.describe(package) or "not installed")
+        _row(package.module, versions.installed_version(package) or "not installed")
         problem = versions.problem(package)
         if problem is not None:
             problems.append(problem)
