@@ -23,7 +23,7 @@ import time
 import fidelity
 from lab import document, figures, loopback, manual, methods, tables, wire, work
 
-from keras_psplus.chaos import netlab
+from tests.lab import netlab
 
 QUICK = {
     "works": ["dense"],

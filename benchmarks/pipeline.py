@@ -4,7 +4,7 @@ They are compared with one process, all-reduce and PyTorch.
 
     sudo python benchmarks/pipeline.py --torch PYTHON_WITH_TORCH --out pipeline.jsonl
 
-Emulated hosts of one core each (see `keras_psplus.chaos.netlab`), two stages. The chief has a host
+Emulated hosts of one core each (see `tests/lab/netlab.py`), two stages. The chief has a host
 of its own and shares a core with a stage. Each line of the output is one job: milliseconds of a
 step by windows of steps, and the bytes that each host has sent and received in a step, as the
 kernel counts them, beside those that a pipeline has counted itself
@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from lab import job, wire  # noqa: E402
 from lab.pipeline_work import WORKS  # noqa: E402
 
-from keras_psplus.chaos import netlab  # noqa: E402
+from tests.lab import netlab  # noqa: E402
 
 STAGES = 2
 KERAS = ("one_process", "gpipe", "1f1b", "pipedream", "gpipe bf16", "pipedream bf16", "all_reduce")

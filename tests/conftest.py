@@ -40,10 +40,11 @@ hypothesis.settings.load_profile("without a deadline")
 # Folders and files whose scripts new interpreters run, as they are about how these start, or start
 # scripts that need no TensorFlow. Those of the others are started by `warm.py`.
 COLD = (
-    *("benchmarks", "chaos", "native", "versions", "wheels"),
+    *("benchmarks", "native", "versions", "wheels"),
     *(f"cluster/test_{name}.py" for name in ("launchers", "memory", "preflight", "processes")),
     *(f"cluster/test_{name}.py" for name in ("slurm", "testing", "warm")),
     *("core/test_preemption.py", "docs/test_tutorial.py", "tests/test_warm.py"),
+    *("faults/test_injector.py", "faults/test_links.py"),
 )
 
 _FAILED_SETUPS = collections.Counter()

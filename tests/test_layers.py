@@ -16,7 +16,7 @@ keras_internals
 tf_internals communication planning versions
 engine
 cluster native
-chaos compression datasets sidecar_evaluator tables updates
+compression datasets sidecar_evaluator tables updates
 callbacks
 core layers
 all_reduce parameter_server pipeline serving

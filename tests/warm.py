@@ -5,8 +5,9 @@ two fifths of its time. `Popen` is `subprocess.Popen`, but a script is run by a 
 `keras_psplus.cluster.process.warm.WarmPython` that has imported what `quick_start.py` does.
 
 Two of these take turns, so that the tasks of a cluster still differ in how Python orders sets of
-strings. The command `python -m keras_psplus run` is such a fork too, and so are its tasks: see
-`warm_launcher.py`. What a new interpreter would do differently is started in a new interpreter.
+strings. The command `python -m keras_psplus run` is such a fork too, as is that of `tests/lab`, and
+so are its tasks: see `warm_launcher.py`. What a new interpreter would do differently is started in
+a new interpreter.
 """
 
 import atexit
@@ -21,7 +22,7 @@ import threading
 _PROCESSES = 2
 _ROOT = str(pathlib.Path(__file__).resolve().parents[1])
 _WRAPPER = "exec_with_parent.py"
-_LAUNCHER = "-m", "keras_psplus", "run"
+_LAUNCHERS = ("-m", "keras_psplus", "run"), ("-m", "tests.lab.run")
 # Read at the start of Python or TensorFlow; all have the caller's, but for the log level.
 _AT_THE_START = ("KERAS_BACKEND", "LD_PRELOAD", "PYTHONHASHSEED")
 _LOG_LEVEL = ("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -58,8 +59,9 @@ def _script(args):
     ends_with_parent = len(args) > 4 and args[3].endswith(_WRAPPER)
     if ends_with_parent:
         args = args[5:]
-    if args[:1] == [sys.executable] and tuple(args[1:4]) == _LAUNCHER:
-        args[1:3] = [os.path.join(_ROOT, "tests", "warm_launcher.py")]
+    launches = any(tuple(args[1 : 1 + len(words)]) == words for words in _LAUNCHERS)
+    if args[:1] == [sys.executable] and launches:
+        args[1:2] = [os.path.join(_ROOT, "tests", "warm_launcher.py")]
     is_script = len(args) > 1 and args[0] == sys.executable and args[1].endswith(".py")
     return (args[1:] if is_script else None), ends_with_parent
 

@@ -1,6 +1,6 @@
-"""Runs `python -m keras_psplus ARG...` in a fork of `warm.py`, whose tasks are forks as well.
+"""Runs `python -m MODULE ARG...` in a fork of `warm.py`, whose tasks are forks as well.
 
-warm_launcher.py ARG...
+warm_launcher.py MODULE ARG...
 
 The fork first makes another one of itself, which forks the tasks. These are children of the
 launcher, as ever; but all of them order sets of strings alike.
@@ -69,4 +69,4 @@ class Forked(WarmPython):
 
 warm.use([Forked()])
 subprocess.Popen = warm.Popen
-runpy.run_module("keras_psplus", run_name="__main__", alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

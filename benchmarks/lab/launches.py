@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from keras_psplus.catalogue.lookup import STRATEGY_VARIABLE
-from keras_psplus.chaos import netlab
 from lab import ideal, job, names, wire, work
+from tests.lab import netlab
 
 # Roughly, seconds of a step's computing on a core. Only to choose how many steps to take.
 _STEP_SECONDS = {"dense": 0.05, "sparse": 0.015, "convolutional": 0.05, "transformer": 0.05}

@@ -1,7 +1,7 @@
 """Hosts in name only, where no network namespaces can be made."""
 
-from keras_psplus.chaos import netlab
 from keras_psplus.cluster.ports import free_ports
+from tests.lab import netlab
 
 
 class Loopback(netlab.Hosts):

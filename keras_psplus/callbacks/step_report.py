@@ -97,7 +97,7 @@ class StepReport(keras.callbacks.Callback):
 
     @property
     def _steps(self) -> int:
-        """Training steps of this process, as the stall inspector and `--chaos` count them."""
+        """Training steps of this process, as the stall inspector counts them."""
         return self._own_steps if self._progress is None else self._progress.steps
 
     def _summarise(self) -> None:

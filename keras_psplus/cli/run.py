@@ -1,23 +1,19 @@
 """`keras-psplus run`: one script in every task of a cluster."""
 
 import contextlib
-import functools
 import os
 import secrets
 import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
 
 from keras_psplus.arguments import whole_number
 from keras_psplus.catalogue import entries, lookup
-from keras_psplus.chaos import links, netlab
-from keras_psplus.chaos import spec as chaos_spec
-from keras_psplus.chaos.injector import Injector
 from keras_psplus.cli.flags import layout as layout_flags
 from keras_psplus.cli.flags import outputs, parsing, report
 from keras_psplus.cli.planning import auto, plan_script, strategy_flags
@@ -41,7 +37,7 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
   keras-psplus run --workers 2 --strategy auto train.py             measures, and takes the best
   keras-psplus run --list                                           the entries of the catalogue
-  keras-psplus run --max_restarts 3 --chaos kill:worker1@step=20 train.py
+  keras-psplus run --max_restarts 3 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
@@ -72,10 +68,10 @@ def main(argv: list[str]) -> int:
                 "--hosts starts nothing, so that there is nothing to log. "
                 f"Received: --json_log={options.json_log}, --trace={options.trace}"
             )
-        if options.hosts and (options.max_restarts or options.chaos):
+        if options.hosts and options.max_restarts:
             raise parsing.UsageError(
-                "--hosts starts nothing, so that nothing can be started again or disturbed. "
-                f"Received: --max_restarts={options.max_restarts}, --chaos={options.chaos!r}"
+                "--hosts starts nothing, so that nothing can be started again. "
+                f"Received: --max_restarts={options.max_restarts}"
             )
         if options.warm and sys.platform != "linux":
             raise parsing.UsageError(f"--warm needs Linux. Received: {sys.platform}")
@@ -95,9 +91,6 @@ def main(argv: list[str]) -> int:
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
         env = strategy_flags.variables(options, layout, may_measure=starts)
-        events = []
-        if options.chaos is not None:
-            events = chaos_spec.parse(options.chaos, [task.name for task in plan_tasks(**layout)])
         argv = [sys.executable, *command]
         if not starts:
             env |= worker_range.environment_of(min_workers)
@@ -105,7 +98,6 @@ def main(argv: list[str]) -> int:
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))
             return 0
-        make_network = _network(events, options.chaos, sum(layout.values()))
         log_dir = outputs.log_dir(options.log_dir)
         json_log = outputs.json_log(options.json_log)
         trace_to = outputs.trace(options.trace, options.trace_steps)
@@ -119,10 +111,6 @@ def main(argv: list[str]) -> int:
     def log(line: str) -> None:
         console.note(f"keras-psplus: {line}")
 
-    def log_fault(line: str) -> None:
-        log(line)
-        record.fault(line)
-
     # All starts of a job have it: by that they find what an earlier one has left.
     token = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
 
@@ -131,13 +119,7 @@ def main(argv: list[str]) -> int:
         cluster = LocalCluster(
             argv,
             **layout,
-            env={
-                **token,
-                **env,
-                **chaos.environment,
-                **record.environment,
-                "PYTHONPATH": python_path(),
-            },
+            env={**token, **env, **record.environment, "PYTHONPATH": python_path()},
             log_dir=log_dir,
             console=console,
             error_grace=_ERROR_GRACE,
@@ -146,7 +128,6 @@ def main(argv: list[str]) -> int:
             restart=restart,
             task_restarts=options.max_restarts - restart if options.restart != "job" else 0,
             server_restarts=options.restart == "task",
-            network=make_network(),
             record=record,
             warm=warm,
             gpus_per_worker=options.gpus_per_worker,
@@ -156,7 +137,6 @@ def main(argv: list[str]) -> int:
             seen = gpus.describe({task.name: task.variables for task in cluster.tasks})
             if seen:
                 log(seen)
-        chaos.watch(cluster)
         return cluster
 
     try:
@@ -166,7 +146,6 @@ def main(argv: list[str]) -> int:
             env[lookup.STRATEGY_VARIABLE] = chosen.entry
         with (
             JobRecord(command, layout, log_dir, json_log, trace_to, min_workers) as record,
-            Injector(events, log_fault) as chaos,
             WarmPython() if options.warm else contextlib.nullcontext() as warm,
         ):
             result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
@@ -256,13 +235,6 @@ def _flags() -> flags.FlagValues:
         "Start tasks as forks of a process that has imported TensorFlow and Keras (Linux).",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "chaos",
-        None,
-        "Faults to put into the job, as in `kill:worker1@step=20; cut:ps0@step=10,for=5`; a wrong "
-        "one shows the grammar. `cut` and `delay` need Linux and root.",
-        flag_values=values,
-    )
     flags.DEFINE_boolean(
         "verbose",
         False,
@@ -293,23 +265,6 @@ def _listing() -> str:
         textwrap.fill(title, 100, initial_indent=name.ljust(width), subsequent_indent=" " * width)
         for name, title in titles.items()
     )
-
-
-def _network(
-    events: list[chaos_spec.Event], chaos: str | None, tasks: int
-) -> Callable[[], netlab.Lab | None]:
-    """Returns a function that makes the network for an attempt, None for this machine's own."""
-    if not any(event.kind in links.KINDS for event in events):
-        return lambda: None
-    delays = any(event.kind == "delay" for event in events)
-    problem = netlab.why_not(delay=1e-3 if delays else 0.0)
-    if problem is not None:
-        raise ValueError(
-            "Faults of links (cut, delay) need a network namespace for each task, which cannot be "
-            "made here. It takes Linux, root, and the programs of iproute2 (ip) and util-linux "
-            f"(unshare, nsenter, setpriv). The reason: {problem}\nReceived: --chaos={chaos!r}"
-        )
-    return functools.partial(netlab.Lab, tasks)
 
 
 def _recipe(

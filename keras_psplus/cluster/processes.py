@@ -80,8 +80,9 @@ class LocalCluster:
         record: A `JobRecord` that hears of the tasks' starts and ends, or None.
         evaluator: Whether an evaluator runs beside the cluster. Its failure is none of the job's.
         evaluator_grace: Seconds that it has after the end of the training.
-        network: A `chaos.netlab.Lab` with a host for each task, which begins
-            and ends with the cluster; None for this machine's own network.
+        network: An emulated network with a host for each task, a context that begins and ends with
+            the cluster; None for this machine's own. Its `addresses` are those of the hosts, what
+            `inside(rank)` returns goes before a command, and `environment` changes variables.
         warm: A `WarmPython` whose forks run a Python script; None starts the command.
         gpus_per_worker: As for `plan_tasks`.
         min_workers: How many of the workers are started, if others are to join and leave.

@@ -12,7 +12,7 @@ import bench
 import pytest
 from lab import job, loopback, meter, names, wire
 
-from keras_psplus.chaos import netlab
+from tests.lab import netlab
 
 
 def test_mistakes_are_said(tmp_path, capsys):

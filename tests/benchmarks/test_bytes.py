@@ -5,7 +5,7 @@ import json
 import bench
 import pytest
 
-from keras_psplus.chaos import netlab
+from tests.lab import netlab
 
 # Of messages, for each of the others: what is around them, and metrics.
 CONSTANT = 4096

@@ -14,7 +14,6 @@ import keras_psplus
 from keras_psplus import versions
 from keras_psplus.catalogue import lookup
 from keras_psplus.cli import bench, doctor, main, run
-from keras_psplus.cluster.monitor import progress
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.process.termination import GRACE_VARIABLE
 
@@ -160,8 +159,6 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script, tmp_path)
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
         (["run", "--max_restarts", "-1", "SCRIPT"], "Received: max_restarts=-1"),
         (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
-        (["run", "--chaos", "kill:ps0@step=3", "SCRIPT"], "Received: --chaos='kill:ps0@step=3'"),
-        (["run", "--hosts", "a,b", "--chaos=kill:worker0@step=3", "SCRIPT"], "starts nothing"),
         (["run", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["run", "--grace", "soon", "SCRIPT"], "Received: --grace=soon"),
         (["exec", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
@@ -190,17 +187,6 @@ def test_exec_tells_the_script_its_grace(flags, monkeypatch, script):
     main.main(["exec", *flags, script])
     given = flags[-1].partition("=")[2] or flags[-1] if flags else "7"
     assert os.environ[GRACE_VARIABLE] == given
-
-
-def test_faults_of_links_say_what_they_lack(capsys, script, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    logs, faults = tmp_path / "logs", "kill:worker0@step=1; cut:worker1@step=3"
-    assert main.main(["run", f"--log_dir={logs}", "--chaos", faults, script]) == 2
-    error = capsys.readouterr().err
-    assert "need a network namespace for each task" in error
-    assert "No such file or directory: 'setpriv'" in error
-    assert f"Received: --chaos={faults!r}\n" in error
-    assert not logs.exists()  # nothing was started
 
 
 def test_dry_run_prints_every_task(capsys, script, tmp_path):
@@ -345,29 +331,6 @@ def test_run_starts_a_failed_job_again(tmp_path, capfd):
     )
     assert "worker-0 has failed (exit code 1); no restart of 1 is left" in captured.out
     assert captured.err.rstrip().endswith("ValueError: in attempt 1")
-
-
-def test_run_puts_faults_into_a_job(tmp_path, capfd):
-    script = tmp_path / "count.py"
-    script.write_text(
-        "import importlib.util, os\n"
-        # Without the package's own imports, which take seconds.
-        f"spec = importlib.util.spec_from_file_location('progress', {progress.__file__!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-        "counter = module.Progress(leads=True)\n"
-        "for step in range(20):\n    counter.count(1)\n"
-        "print('attempt', os.environ['KERAS_PSPLUS_RESTART'], 'took', counter.steps)\n"
-    )
-    faults = "--chaos=kill:worker0@step=7; kill:worker0@step=99"
-    argv = ["run", "--workers=1", "--max_restarts=1", faults, f"--log_dir={tmp_path}", str(script)]
-    assert main.main(argv) == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if "failed," not in line] == [
-        "keras-psplus: chaos: kill:worker0@step=7 comes after step 7",
-        "keras-psplus: worker-0 has failed (ended by signal 9); restart 1 of 1 begins in 1 s",
-        "[worker-0] attempt 1 took 20",
-        "keras-psplus: chaos: kill:worker0@step=99 did not come: the job ended before that step",
-    ]
 
 
 def test_ctrl_c_ends_the_command(tmp_path):

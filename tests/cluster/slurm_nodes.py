@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 
-from keras_psplus.chaos import netlab
+from tests.lab import netlab
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare", "nsenter")
 _CONF = """

@@ -5,18 +5,19 @@ import pathlib
 
 import pytest
 
-from keras_psplus.chaos import netlab
 from tests.cluster.test_trace import check
+from tests.lab import netlab
 from tests.support.jobs import launch
 
 pytestmark = pytest.mark.processes
 JOB = pathlib.Path(__file__).with_name("slow_task_job.py")
 
 
-def run(folder, kind, cause, *flags):
+def run(folder, kind, cause, *flags, **options):
     """Returns the output of a job and the `step_times` lines of its JSON log."""
     log = folder / "log.jsonl"
-    output = launch(f"--json_log={log}", f"--log_dir={folder}/logs", *flags, JOB, kind, cause)
+    flags = [f"--json_log={log}", f"--log_dir={folder}/logs", *flags]
+    output = launch(*flags, JOB, kind, cause, **options)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     # Those of the step that is traced are left out.
     assert any(line["parts"] for line in lines if line["event"] == "steps")
@@ -73,6 +74,6 @@ def test_a_slow_link(tmp_path):
     problem = netlab.why_not(delay=1e-3)
     if problem is not None:
         pytest.skip(f"no network namespaces here: {problem}")
-    flags = "--workers=3", "--chaos=delay:worker1@step=1,ms=100"
-    _, lines = run(tmp_path, "MultiWorkerMirroredStrategy", "none", *flags)
+    options = {"faults": "delay:worker1@step=1,ms=100"}
+    _, lines = run(tmp_path, "MultiWorkerMirroredStrategy", "none", "--workers=3", **options)
     assert (lines[-1]["slowest"]["task"], lines[-1]["slowest"]["cause"]) == ("worker-1", "link")

@@ -36,8 +36,8 @@ def dense():
 @pytest.mark.processes
 def test_it_evaluates_what_the_cluster_trains(tmp_path):
     log = tmp_path / "log.jsonl"
-    flags = ["--workers=2", "--evaluator", "--max_restarts=1", "--chaos=kill:evaluator0@step=2"]
-    launch(*flags, f"--log_dir={tmp_path}/logs", f"--json_log={log}", JOB, tmp_path)
+    flags = ["--workers=2", "--evaluator", "--max_restarts=1", f"--log_dir={tmp_path}/logs"]
+    launch(*flags, f"--json_log={log}", JOB, tmp_path, faults="kill:evaluator0@step=2")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     ends = [(line["event"], line["task"]) for line in lines if line["event"].startswith("task_")]
     assert ends.index(("task_ended", "evaluator-0")) < ends.index(("task_restarted", "evaluator-0"))

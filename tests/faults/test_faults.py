@@ -1,4 +1,4 @@
-"""Every kind of strategy, with faults put into it by the launcher: the table of docs/faults.md."""
+"""Every kind of strategy, with faults put into it: the table of docs/faults.md."""
 
 import pathlib
 import re
@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from keras_psplus.chaos import netlab, spec
-from keras_psplus.chaos.injector import Injector
 from keras_psplus.cluster import restarts
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.processes import LocalCluster
+from tests.lab import netlab
+from tests.lab.faults import Injector, parse
 from tests.support.jobs import environment, run_in_processes, wait_for
 from tests.support.tiers import extended
 
@@ -63,7 +63,7 @@ def run(folder, kind, faults, waited_for):
         The result, what the launcher has said, and what the tasks have.
     """
     layout, lines, leader = CLUSTERS[kind], [], folder / f"{leader_of(kind)}.log"
-    events = spec.parse(faults, [task.name for task in plan_tasks(**layout)])
+    events = parse(faults, [task.name for task in plan_tasks(**layout)])
     stopped = next(event.task for event in events if event.kind == "stop")
 
     def resume(cluster):
@@ -73,13 +73,13 @@ def run(folder, kind, faults, waited_for):
         finally:
             cluster.send_signal(stopped, signal.SIGCONT)
 
-    with Injector(events, lines.append) as chaos:
+    with Injector(events, lines.append) as injector:
 
         def make_cluster(restart):
             command = [sys.executable, str(JOB), kind, str(folder), "stall=1"]
-            env = environment(**chaos.environment)
+            env = environment(**injector.environment)
             cluster = LocalCluster(command, **layout, env=env, log_dir=folder, restart=restart)
-            chaos.watch(cluster)
+            injector.watch(cluster)
             if not restart:
                 threading.Thread(target=resume, args=[cluster], daemon=True).start()
             return cluster
@@ -145,30 +145,30 @@ def test_a_job_goes_on_over_a_link_that_was_slow_and_cut(tmp_path):
     if problem is not None:
         pytest.skip(f"no network namespaces here: {problem}")
     delay, cut = "delay:worker1@step=3,ms=500,for=1", "cut:worker1@step=12,for=2"
-    events = spec.parse(f"{cut}; {delay}", [task.name for task in plan_tasks(workers=2)])
+    events = parse(f"{cut}; {delay}", [task.name for task in plan_tasks(workers=2)])
     lines, leader = [], tmp_path / "worker-0.log"
 
     def log(line):
         lines.append((line, re.findall(r"^epoch (\d)", leader.read_text(), re.MULTILINE)))
 
-    with Injector(events, log) as chaos:
+    with Injector(events, log) as injector:
         cluster = LocalCluster(
             [sys.executable, str(JOB), "all_reduce", str(tmp_path)],
             workers=2,
-            env=environment(**chaos.environment),
+            env=environment(**injector.environment),
             log_dir=tmp_path,
             network=netlab.Lab(2),
         )
-        chaos.watch(cluster)
+        injector.watch(cluster)
         with cluster:
             result = cluster.wait(200)
     assert result.exit_code == 0 and not result.timed_out, result.tails(60)
     # The epoch of 10 steps did not end before the fault was over.
     assert lines == [
-        (f"chaos: {delay} comes after step 3", ["0"]),
-        (f"chaos: {delay} is over", ["0"]),
-        (f"chaos: {cut} comes after step 12", ["0", "1"]),
-        (f"chaos: {cut} is over", ["0", "1"]),
+        (f"fault: {delay} comes after step 3", ["0"]),
+        (f"fault: {delay} is over", ["0"]),
+        (f"fault: {cut} comes after step 12", ["0", "1"]),
+        (f"fault: {cut} is over", ["0", "1"]),
     ], result.tails(60)
     for log in result.logs.values():
         found = re.search(r"end iterations=30 off=(\S+)", log)

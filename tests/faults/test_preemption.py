@@ -77,7 +77,7 @@ def test_a_job_whose_launcher_is_told_to_end(kind, expected, tmp_path):
 )
 def test_a_job_of_which_one_task_is_told_to_end(kind, task, saves, expected, tmp_path):
     (tmp_path / "told").touch()
-    flags = ["--max_restarts=1", f"--chaos=preempt:{task}@step=8"]
-    log = run(tmp_path, kind, *flags, may_show_errors=True)
+    faults = f"preempt:{task}@step=8"
+    log = run(tmp_path, kind, "--max_restarts=1", faults=faults, may_show_errors=True)
     assert f"{saves} {SAVED}" in log and "restart 1 of 1 begins" in log
     check(tmp_path, kind, expected)

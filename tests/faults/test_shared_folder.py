@@ -29,8 +29,8 @@ def test_a_call_that_had_ended_leaves_the_backup_to_the_next(tmp_path):
     trained, expected, _ = run(whole, "--workers=1")
     assert trained == 2 * 3 * 8
     # The 36th batch is one of the second call.
-    flags = ["--workers=2", "--max_restarts=2", "--chaos=kill:worker1@step=36"]
-    trained, found, log = run(broken, *flags, may_show_errors=True)
+    options = {"faults": "kill:worker1@step=36", "may_show_errors": True}
+    trained, found, log = run(broken, "--workers=2", "--max_restarts=2", **options)
     assert "call 1 of `fit` with the backup" in log and "is passed over" in log, log[-4000:]
     # The second start fails after its training: the third goes on after the last backup of that.
     assert "after the training" in log and trained <= 4, log[-4000:]

@@ -50,11 +50,12 @@ def run_script(path, *args, timeout=600, may_show_errors=False, **env):
     return _run([path, *args], 0, timeout, may_show_errors, env)
 
 
-def launch(*flags, exit_code=0, timeout=600, may_show_errors=False, **env):
+def launch(*flags, faults=None, exit_code=0, timeout=600, may_show_errors=False, **env):
     """Runs `keras-psplus run`, and fails unless it ends with an exit code.
 
     Args:
         *flags: Its flags, the script, and the script's arguments.
+        faults: What is put into the job, as `tests/lab/run.py` takes it.
         exit_code: The exit code.
         timeout: Seconds after which it is killed.
         may_show_errors: Whether the output may show tracebacks; that of a job that fails may.
@@ -63,8 +64,8 @@ def launch(*flags, exit_code=0, timeout=600, may_show_errors=False, **env):
     Returns:
         The output, that on the standard error included.
     """
-    command = ["-m", "keras_psplus", "run", *flags]
-    return _run(command, exit_code, timeout, may_show_errors or exit_code, env)
+    command = ["keras_psplus", "run"] if faults is None else ["tests.lab.run", faults]
+    return _run(["-m", *command, *flags], exit_code, timeout, may_show_errors or exit_code, env)
 
 
 def _run(arguments, exit_code, timeout, may_show_errors, env):

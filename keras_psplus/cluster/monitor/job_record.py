@@ -145,10 +145,6 @@ class JobRecord:
         self._append("task_ended", task=name, exit_code=code)
         self._write()
 
-    def fault(self, message: str) -> None:
-        """Notes a fault that was put into the job."""
-        self._append("fault", message=message.removeprefix("chaos: "))
-
     def job_ended(self, code: int, log: Callable[[str], None]) -> None:
         """Notes the end of the job.
 

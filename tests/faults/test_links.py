@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from keras_psplus.chaos import netlab, spec
-from keras_psplus.chaos.links import LinkFaults
+from tests.lab import netlab
+from tests.lab.faults import LinkFaults, parse
 
 ECHO = """
 import socket
@@ -47,7 +47,7 @@ def test_faults_of_one_link_may_overlap():
     network, tasks = Network(), ["worker-0", "worker-1"]
     links = LinkFaults(network, tasks)
     text = "cut:worker1@step=1;cut:worker1@step=2;delay:worker1@step=3,ms=50;"
-    cut, again, delay, more, other = spec.parse(
+    cut, again, delay, more, other = parse(
         text + "delay:worker1@step=4,ms=25;delay:worker0@step=5,ms=1", tasks
     )
     for event in (cut, again, delay, more, other):

@@ -1,1 +1,0 @@
-"""Faults on purpose: what `keras-psplus run --chaos` does to a local cluster, and when."""
