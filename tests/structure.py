@@ -10,7 +10,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_psplus"
-MODULES_PER_FOLDER = 12
+MODULES_PER_FOLDER = 20
 LINES_PER_FILE = 700
 
 
