@@ -29,8 +29,8 @@ cli
 FOLDERS = """
 all_reduce: data collectives liveness startup reduction topology shard_option step reducers extended
     one_replica_engine engine strategy
-catalogue: entries lookup automatic
-cli: flags links hooks bench manifests planning serve status add_worker doctor run exec plan export
+catalogue: entries lookup
+cli: flags links hooks bench manifests serve status add_worker doctor run exec plan export
     main
 cluster: config gpus ports secret output process environment channel wire discovery monitor startup
     roles launcher serving processes testing restarts in_process

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import statistics
 
-from lab import ideal, wire
+from keras_psplus.planning import step_bytes
+from lab import wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _compared(row, alone):
     if row.median is None or alone is None:
         return row
     busiest = max(itertools.chain(*row.ideal.values()))
-    floor = ideal.floor(alone, busiest, wire.parse_rate(row.rate))
+    floor = step_bytes.floor_ms(alone, busiest, wire.parse_rate(row.rate))
     return dataclasses.replace(row, alone=alone, floor=floor)
 
 

@@ -2,15 +2,15 @@
 
 import functools
 
-from keras_psplus.planning import link_bytes
-from keras_psplus.planning.link_bytes import Table, Variable, Work
+from keras_psplus.planning import step_bytes
+from keras_psplus.planning.step_bytes import Table, Variable, Work
 
 _COUNTED = (1, 2, 4, 8, 16)
 
 
 @functools.cache
 def work_of(work):
-    """Gradients of one worker for one of `work.SIZES`, a `link_bytes.Work`."""
+    """Gradients of one worker for one of `work.SIZES`, a `step_bytes.Work`."""
     rows = getattr(work, "kernel_rows", work.batch_size)
     variables = [
         Variable(shape, rows if len(shape) == 2 else None) for shape in work.dense_shapes()
@@ -22,7 +22,7 @@ def work_of(work):
 
 
 def links(traits, work, workers, ps):
-    """Bytes of one step of all workers, as of `link_bytes.links`.
+    """Bytes of one step of all workers, as of `step_bytes.links`.
 
     Args:
         traits: `keras_psplus.planning.traits.Traits`.
@@ -30,20 +30,9 @@ def links(traits, work, workers, ps):
         workers: Number of workers.
         ps: Number of parameter servers, which share evenly.
     """
-    return link_bytes.links(traits, work_of(work), workers, ps)
+    return step_bytes.links(traits, work_of(work), workers, ps)
 
 
 def busiest(traits, work, workers, ps):
     """Bytes of one step in the direction of a link that has most of them."""
-    return max(max(both) for both in links(traits, work, workers, ps).values())
-
-
-def floor(compute_ms, link_bytes, rate):
-    """Milliseconds below which a step cannot be: those of computing, or those of the bytes.
-
-    Args:
-        compute_ms: Milliseconds of a step without communication.
-        link_bytes: As of `busiest`.
-        rate: Bits per second of a link; None for no limit.
-    """
-    return max(compute_ms, 8e3 * link_bytes / rate if rate else 0.0)
+    return step_bytes.busiest(traits, work_of(work), workers, ps)

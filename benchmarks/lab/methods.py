@@ -60,16 +60,9 @@ def of_entry(path, entry=None):
 
 def catalogue():
     """Methods of all of keras_psplus's entries, those without communication first."""
-    from keras_psplus.catalogue import entries as sources
     from keras_psplus.catalogue import lookup
 
-    found = {name: lookup.find(name) for name in lookup.names()}
-    # One that takes another of them is none by itself.
-    entries = [
-        of_entry(path, name)
-        for name, path in found.items()
-        if sources.read(path).strategy != sources.AUTO
-    ]
+    entries = [of_entry(lookup.find(name), name) for name in lookup.names()]
     for path in sorted(EXTRAS.glob("*.py")):
         entry = of_entry(path)
         # These are there for what dense gradients, or rows, are sent in.

@@ -15,8 +15,6 @@ CLASSES = (
     "PipelineStrategy",
     "ModelParallelStrategy",
 )
-# What the entry calls that takes another one, by a plan.
-AUTO = "best_exact_strategy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +24,7 @@ class Entry:
     Attributes:
         title: First line of its docstring.
         strategy: Name of the class of this library that it makes; `"get_strategy"` if it makes
-            TensorFlow's default one, `AUTO` if it takes another entry; None if the source does not
-            tell.
+            TensorFlow's default one; None if the source does not tell.
         options: Dict from the arguments that it gives to that class to their values, None for what
             is not a constant.
         accepts: Names of the arguments of its `strategy()`; None if it takes any.
@@ -56,7 +53,7 @@ def read(path: str | os.PathLike[str]) -> Entry:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Received: {str(path)!r}") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    made = [call for call in calls if _name(call) in (*CLASSES, "get_strategy", AUTO)]
+    made = [call for call in calls if _name(call) in (*CLASSES, "get_strategy")]
     name, options = None, {}
     if len({_name(call) for call in made}) == 1:  # otherwise the file chooses when it runs
         name = _name(made[0])

@@ -23,9 +23,7 @@ _HERE = pathlib.Path(__file__).resolve().parents[1]
 _FOLDERS = (_HERE / "strategies", _HERE.parent / "strategies")
 
 
-def strategy_from_env(
-    default: str | None = None, *, plan: str | os.PathLike[str] | None = None
-) -> Any:
+def strategy_from_env(default: str | None = None) -> Any:
     """Returns the strategy that the launcher's `--strategy` names.
 
     The name is in the environment variable KERAS_PSPLUS_STRATEGY: an entry of
@@ -43,11 +41,7 @@ def strategy_from_env(
 
     Args:
         default: The entry to use if the variable is not set. Without it,
-            `"all_reduce"` if TF_CONFIG holds a cluster, else `"single"`. With
-            `"auto"`, the best entry for the cluster that trains as one process
-            does.
-        plan: For `"auto"`, the path of what `keras-psplus plan --json` has
-            printed; by default, what KERAS_PSPLUS_PLAN_FILE names.
+            `"all_reduce"` if TF_CONFIG holds a cluster, else `"single"`.
 
     Returns:
         What the entry's `strategy()` returns; in an evaluator, which is not in the cluster,
@@ -65,7 +59,7 @@ def strategy_from_env(
     if is_evaluator():
         return load("single").strategy()
     name = os.environ.get(STRATEGY_VARIABLE) or default or _default()
-    options: dict[str, Any] = {
+    options = {
         option: os.environ[variable]
         for option, variable in OPTION_VARIABLES.items()
         if os.environ.get(variable)
@@ -75,8 +69,6 @@ def strategy_from_env(
         if problem is not None:
             received = ", ".join(f"{OPTION_VARIABLES[o]}={text}" for o, text in options.items())
             raise ValueError(f"{name} {problem}. Received: {received}")
-    if plan is not None and entries.read(find(name)).strategy == entries.AUTO:
-        options["plan"] = plan
     with launch_flags.settled():
         return load(name).strategy(**options)
 
@@ -92,8 +84,6 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
         What goes after the entry's name in a sentence, or None if it takes them.
     """
     for option in options:
-        if entry.strategy == entries.AUTO:
-            return f"decides itself what is sent, and when: leave out --{option}"
         if entry.strategy == "PipelineStrategy":
             if option != "compression":
                 return f"has no `{option}`: leave out --{option}"

@@ -7,7 +7,7 @@ from absl import flags
 
 from keras_psplus.cli.flags import combinations, parsing
 from keras_psplus.cli.flags import layout as layout_flags
-from keras_psplus.cli.planning import strategy_flags
+from keras_psplus.cli.flags import strategy as strategy_flags
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.discovery import layout
 from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
@@ -52,8 +52,7 @@ def main(argv: list[str]) -> int:
             "ps": config.num_ps if config else 0,
             "chief": "chief" in config.cluster if config else False,
         }
-        log = None if config is None or config.is_chief else lambda line: None
-        os.environ.update(strategy_flags.variables(options, counts, log))
+        os.environ.update(strategy_flags.variables(options, counts))
         if options.grace is not None:
             os.environ[GRACE_VARIABLE] = f"{options.grace:g}"
         grace_seconds()  # raises ValueError

@@ -12,8 +12,8 @@ from absl import flags
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli.flags import combinations, parsing
 from keras_psplus.cli.flags import layout as layout_flags
+from keras_psplus.cli.flags import strategy as strategy_flags
 from keras_psplus.cli.manifests import indexed_job, jobset
-from keras_psplus.cli.planning import auto, strategy_flags
 from keras_psplus.cluster.discovery import layout
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -85,7 +85,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     least, workers = layout_flags.workers_of(options.workers)
     counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}
     # Refused here as by `run`.
-    variables = strategy_flags.variables(
+    strategy_flags.variables(
         options, {"workers": counts["worker"], "ps": options.ps, "chief": chief}
     )
     if least is not None:
@@ -96,10 +96,9 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
                 f"change: add --jobset. Received: --workers={options.workers}"
             )
     strategy = options.strategy
-    if auto.is_auto(strategy):  # The plan is not in the image.
-        strategy = variables[lookup.STRATEGY_VARIABLE]
-    given = [("strategy", strategy)]
-    given += [(option, getattr(options, option)) for option in lookup.OPTION_VARIABLES]
+    given = [
+        (option, getattr(options, option)) for option in ("strategy", *lookup.OPTION_VARIABLES)
+    ]
     chosen = [f"--{option}={value}" for option, value in given if value is not None]
     words = ["keras-psplus", "exec", *chosen, *command]
     values = {

@@ -1,34 +1,40 @@
-"""`keras-psplus plan`: predicted costs of each entry for a script's model.
+"""`keras-psplus plan`: bytes, memory and floors of each entry for a script's model.
 
-Needs no cluster. With `--stages`, the stages into which `PipelineStrategy` would cut it.
+The script runs in one process up to `fit`, without a cluster. With `--stages`, the
+stages into which `PipelineStrategy` would cut it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
+import pathlib
 import re
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from keras_psplus.catalogue import automatic, entries, lookup
-from keras_psplus.cli.flags import parsing
-from keras_psplus.cli.planning import plan_links, plan_script
-from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.planning import choices
-from keras_psplus.planning.cost_model import Cluster
-from keras_psplus.planning.links_file import Links
+import keras_psplus
+from keras_psplus.catalogue import entries, lookup
+from keras_psplus.cli.flags import parsing, report
+from keras_psplus.cluster.environment import python_path
+from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.output.log_filter import NoiseFilter
+from keras_psplus.planning import links_file, table
+from keras_psplus.planning.table import Cluster
+from keras_psplus.planning.traits import traits_of
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
 
 Runs SCRIPT in one process, without a cluster, until it calls fit. There it measures some steps, and
-prints what each entry of the catalogue would take of this model: milliseconds, bytes, speed-up over
-one worker, what it loses. The recommended one comes first. What the script prints is shown if it
-fails.
+prints what each entry of the catalogue would take of this model: bytes, memory, rounds of messages,
+the least time of a step, what it loses. What the script prints is shown if it fails.
 
 With --stages N it prints how PipelineStrategy would cut the model into N stages instead: layers,
 memory, estimated times, bytes from stage to stage. Nothing is trained for that. Layers are measured
@@ -44,8 +50,15 @@ on this machine, unless the script says stages="flops".
 _COUNTS = {"workers": (2, 1, "Number of workers"), "ps": (2, 0, "Number of parameter servers")}
 _LINK = "1gbit"
 _OF_STAGES = ("microbatches", "schedule")
-_OF_CHOICES = ("workers", "ps", "link", "links", "delay", "memory")
+_OF_TABLE = ("workers", "ps", "link", "links", "delay", "memory")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _SIZE = re.compile(r"(\d+\.?\d*)([KMGT])(i?)B", re.IGNORECASE)
+# `tracebacks.FULL_VARIABLE`, whose module needs TensorFlow.
+_FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
+
+
+class ScriptError(Exception):
+    """The script has given no answer; the message says why."""
 
 
 def main(argv: list[str]) -> int:
@@ -61,16 +74,10 @@ def main(argv: list[str]) -> int:
         _check_flags(options)
         cluster = _cluster(options)
         parsing.check_script(command)
-    except (parsing.UsageError, ClusterConfigError) as error:
+    except parsing.UsageError as error:
         return parsing.complain("plan", error)
     try:
-        if options.link == plan_links.MEASURED:
-            links = plan_links.measure()
-            if links is None:
-                print("keras-psplus plan: the chief plans.", file=sys.stderr)
-                return 0
-            cluster = _over(cluster, links)
-        answer = plan_script.ask(
+        answer = ask(
             command,
             workers=cluster.workers,
             stages=options.stages,
@@ -79,12 +86,57 @@ def main(argv: list[str]) -> int:
         )
     except KeyboardInterrupt:  # which the script has had as well
         return 128 + signal.SIGINT
-    except (plan_links.LinksError, plan_script.ScriptError) as error:
+    except ScriptError as error:
         print(f"keras-psplus plan: {error}", file=sys.stderr)
         return 1
-    plan, text = _choices(answer, cluster) if options.stages is None else _stages(answer)
+    plan, text = _table(answer, cluster) if options.stages is None else _stages(answer)
     print(json.dumps(plan, indent=2) if options.json else text)
     return 0
+
+
+def ask(
+    command: Sequence[str],
+    *,
+    workers: int = 1,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+) -> dict[str, Any]:
+    """Starts a script, and has its first call of `fit` answer.
+
+    Args:
+        command: The script and its arguments.
+        workers: Number of workers that are to share a batch.
+        stages: Number of stages, for the plan of a pipeline; None for what is measured.
+        microbatches: Number of micro-batches instead of the script's.
+        schedule: The schedule instead of the script's.
+
+    Returns:
+        The answer of `keras_psplus.core.plan.plan_request`.
+
+    Raises:
+        ScriptError: If the script has failed, or has ended without a call of `fit`.
+    """
+    with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
+        file = pathlib.Path(folder) / "plan.json"
+        request = {
+            "stages": stages,
+            "workers": workers,
+            "file": str(file),
+            "microbatches": microbatches,
+            "schedule": schedule,
+        }
+        result = subprocess.run(
+            [sys.executable, *command],
+            env=_environment(request),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if file.is_file():
+            return json.loads(file.read_text())
+    raise ScriptError(_problem(result, command))
 
 
 def _flags() -> flags.FlagValues:
@@ -95,8 +147,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "link",
         None,
-        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}); or `measured`, started "
-        "in each worker of a cluster at once.",
+        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}).",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -116,7 +167,7 @@ def _flags() -> flags.FlagValues:
         "memory",
         None,
         "Memory of a worker for weights, gradients and the optimizer's state, as 16GB or 512MiB; "
-        "entries that need more are not recommended.",
+        "entries that need more are marked.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -145,7 +196,7 @@ def _flags() -> flags.FlagValues:
 
 
 def _check_flags(options: flags.FlagValues) -> None:
-    strange = _OF_STAGES if options.stages is None else _OF_CHOICES
+    strange = _OF_STAGES if options.stages is None else _OF_TABLE
     given = [name for name in strange if options[name].value is not None]
     if given:
         goes = "goes with --stages" if options.stages is None else "does not go with --stages"
@@ -154,10 +205,6 @@ def _check_flags(options: flags.FlagValues) -> None:
         raise parsing.UsageError(
             "--links says how fast links are: leave out --link and --delay. Received: "
             f"--links={options.links}, --link={options.link}, --delay={options.delay}"
-        )
-    if options.link == plan_links.MEASURED and options.delay is not None:
-        raise parsing.UsageError(
-            f"the delay is measured: leave out --delay. Received: --delay={options.delay}"
         )
 
 
@@ -177,29 +224,30 @@ def _memory(options: flags.FlagValues) -> float | None:
 
 
 def _cluster(options: flags.FlagValues) -> Cluster:
-    """Cluster to plan for, without links that are yet to be measured."""
-    return dataclasses.replace(_linked(options), memory=_memory(options))
+    memory = _memory(options)
+    if options.links is None:
+        rate, delay = _bits_per_second(options.link or _LINK), options.delay or 0.0
+        return Cluster(_count(options, "workers"), _count(options, "ps"), rate, delay, memory)
+    try:
+        links = links_file.read(options.links)
+    except ValueError as error:
+        raise parsing.UsageError(f"--links cannot be used: {error}") from None
+    if options.workers not in (None, len(links.hosts)):
+        raise parsing.UsageError(
+            f"--links has the links of {len(links.hosts)} hosts: leave out --workers, or measure "
+            f"those of {options.workers}. Received: --workers={options.workers}, "
+            f"--links={options.links}"
+        )
+    delay, rate = links.slowest_of_ring
+    return Cluster(len(links.hosts), _count(options, "ps"), rate, delay, memory)
 
 
-def _linked(options: flags.FlagValues) -> Cluster:
-    if options.links is not None:
-        links = plan_links.read(options.links, options.workers)
-        cluster = Cluster(len(links.hosts), _count(options, "ps"))
-        return _over(cluster, links)
-    if options.link == plan_links.MEASURED:
-        task = plan_links.cluster_to_measure(options.workers, options.ps)
-        return Cluster(task.num_workers, task.num_ps)
-    return Cluster(
-        _count(options, "workers"),
-        _count(options, "ps"),
-        plan_links.bits_per_second(options.link or _LINK),
-        options.delay or 0.0,
-    )
-
-
-def _over(cluster: Cluster, links: Links) -> Cluster:
-    rate, delay = plan_links.links_of_cluster(links)
-    return dataclasses.replace(cluster, bits_per_second=rate, delay_ms=delay)
+def _bits_per_second(text: str) -> float:
+    match = _RATE.fullmatch(text)
+    rate = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
+    if not rate:
+        raise parsing.UsageError(f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}")
+    return rate
 
 
 def _count(options: flags.FlagValues, name: str) -> int:
@@ -211,12 +259,48 @@ def _stages(answer: dict[str, Any]) -> tuple[Any, str]:
     return answer["plan"], answer["text"]
 
 
-def _choices(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], str]:
-    """Predicted choices, as JSON and as text."""
-    stages = [
-        name
-        for name in lookup.names()
-        if entries.read(lookup.find(name)).strategy == "PipelineStrategy"
-    ]
-    made = choices.choose(choices.Facts.from_json(answer), automatic.planned(), cluster)
-    return made.as_dict(), f"{made}\n{', '.join(stages)}: see keras-psplus plan --stages N"
+def _table(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], str]:
+    """Rows of all entries but pipelines, as JSON and as text."""
+    paths = {name: lookup.find(name) for name in lookup.names()}
+    stages = [n for n, p in paths.items() if entries.read(p).strategy == "PipelineStrategy"]
+    traits = {n: traits_of(p.read_text()) for n, p in paths.items() if n not in stages}
+    plan = table.plan(table.Facts.from_json(answer), traits, cluster)
+    return plan.as_dict(), f"{plan}\n{', '.join(stages)}: see keras-psplus plan --stages N"
+
+
+def _environment(request: Mapping[str, Any]) -> dict[str, str]:
+    # The plan is that of one process or a pipeline, whatever this shell was set up for.
+    dropped = ("TF_CONFIG", *lookup.OPTION_VARIABLES.values())
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        **inherited,
+        lookup.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
+        launch_flags.PLAN_REQUEST_VARIABLE: json.dumps(request),
+        # `_problem` sees by the frames whether the library has refused something.
+        _FULL_TRACEBACK: "1",
+        "PYTHONPATH": python_path(),
+    }
+
+
+def _problem(result: subprocess.CompletedProcess[str], command: Sequence[str]) -> str:
+    """Reason why there is no plan."""
+    is_noise = NoiseFilter().is_noise
+    lines = [line for line in result.stdout.splitlines() if not is_noise(line)]
+    if result.returncode == 0:
+        return (
+            "the script has ended without a call of `fit` of a model in a strategy's scope, so "
+            "there is nothing to plan. Call `model.fit` under the same arguments as in training. "
+            f"Received: {' '.join(command)}"
+        )
+    traceback = report.last_traceback(lines)
+    if not traceback:
+        head = f"the script has failed ({result.returncode}):"
+        return "\n".join([head, *lines[-report.LAST_LINES :]])
+    files = [line for line in traceback if line.startswith('  File "')]
+    package = str(pathlib.Path(next(iter(keras_psplus.__path__))))
+    if files and files[-1].startswith(f'  File "{package}'):
+        # The library has refused something, and says what would do.
+        message = [line for line in traceback[1:] if not line.startswith(" ")]
+        return "\n".join(message)
+    return "\n".join(["the script has failed:", *traceback[-report.LAST_LINES :]])

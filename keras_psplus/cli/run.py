@@ -16,7 +16,7 @@ from keras_psplus.arguments import whole_number
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli.flags import layout as layout_flags
 from keras_psplus.cli.flags import outputs, parsing, report
-from keras_psplus.cli.planning import auto, plan_script, strategy_flags
+from keras_psplus.cli.flags import strategy as strategy_flags
 from keras_psplus.cluster import gpus, restarts
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.launcher import worker_range
@@ -35,7 +35,6 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_parameter_server train.py
   keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
-  keras-psplus run --workers 2 --strategy auto train.py             measures, and takes the best
   keras-psplus run --list                                           the entries of the catalogue
   keras-psplus run --max_restarts 3 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
@@ -82,7 +81,6 @@ def main(argv: list[str]) -> int:
                 "with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
-        starts = not (options.dry_run or options.hosts)
         if options.gpus_per_worker is not None:
             if options.hosts:
                 raise parsing.UsageError(
@@ -90,9 +88,9 @@ def main(argv: list[str]) -> int:
                     f"Received: --gpus_per_worker={options.gpus_per_worker}"
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
-        env = strategy_flags.variables(options, layout, may_measure=starts)
+        env = strategy_flags.variables(options, layout)
         argv = [sys.executable, *command]
-        if not starts:
+        if options.dry_run or options.hosts:
             env |= worker_range.environment_of(min_workers)
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
@@ -140,10 +138,6 @@ def main(argv: list[str]) -> int:
         return cluster
 
     try:
-        if auto.is_auto(options.strategy) and lookup.STRATEGY_VARIABLE not in env:
-            chosen = auto.by_measuring(command, layout)
-            log(str(chosen))
-            env[lookup.STRATEGY_VARIABLE] = chosen.entry
         with (
             JobRecord(command, layout, log_dir, json_log, trace_to, min_workers) as record,
             WarmPython() if options.warm else contextlib.nullcontext() as warm,
@@ -152,7 +146,7 @@ def main(argv: list[str]) -> int:
             record.job_ended(result.exit_code, log)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
-    except (plan_script.ScriptError, WarmStartError) as error:
+    except WarmStartError as error:
         print(f"keras-psplus run: {error}", file=sys.stderr)
         return 1
     except (OSError, RuntimeError) as error:  # no process, file or port is left

@@ -1,4 +1,4 @@
-"""Predictions of each entry's costs, by arithmetic alone.
+"""Bytes, memory and floors of each entry, by arithmetic alone.
 
 Nothing here imports TensorFlow.
 """

@@ -34,7 +34,6 @@ class Traits:
         together: Keras's `steps_per_execution`, for strategies whose workers wait for each other.
         needs_racks: Whether it is of use only where links differ.
         prefetch: Whether rows are read of servers while the step before computes.
-        overlaps: Whether workers read of parameter servers while they send, where that is faster.
         shard: As of `MultiWorkerMirroredStrategy`.
     """
 
@@ -48,7 +47,6 @@ class Traits:
     together: int = 1
     needs_racks: bool = False
     prefetch: bool = False
-    overlaps: bool = False
     shard: str | None = None
 
     @property
@@ -103,9 +101,6 @@ def traits_of(source: str) -> Traits:
             found["pull"] = words.get("pull_compression")
             found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
             found["prefetch"] = words.get("prefetch") is True
-            # "auto" is to overlap in synchronous steps alone, which are the same then.
-            is_sync = path == "parameter_server" and found["waits"]
-            found["overlaps"] = words.get("overlap_steps", is_sync) is True
             found["shard"] = words.get("shard")
         elif name in _UPDATES and call.args and isinstance(call.args[0], ast.Constant):
             found["updates"] = _UPDATES[name]

@@ -1,4 +1,4 @@
-"""What the counters of links say, beside what strategies count themselves."""
+"""What the counters of links say, beside what strategies count and `keras-psplus plan` computes."""
 
 import json
 
@@ -29,6 +29,7 @@ def test_links_carry_what_was_counted(workers, name, tmp_path, monkeypatch):
     assert "error" not in result, result["error"]
     counted = result["counted"]
     assert counted > 10_000
+    assert counted == pytest.approx(result["links"]["worker"][0], rel=0.01)
     for direction in ("sent", "received"):
         carried = result[direction]["worker"]
         assert counted <= carried <= 1.05 * counted + CONSTANT * (workers - 1), direction

@@ -14,7 +14,7 @@ SETTINGS = {"size": "tiny", "ps": 1, "delay": 0.0, "links": "loopback"}
 
 def test_every_entry_of_the_catalogue_is_a_method():
     entries = {m.name: m for m in methods.catalogue()}
-    assert set(lookup.names()) - {"auto"} < set(entries) and "auto" not in entries
+    assert set(lookup.names()) < set(entries)
     assert {path.stem for path in methods.EXTRAS.glob("*.py")} < set(entries)
     paths = {name: entry.traits.path for name, entry in entries.items()}
     assert paths["single"] == "alone" and paths["hybrid"] == "hybrid"
@@ -102,12 +102,6 @@ def test_fewest_bytes_of_the_sparse_model():
     assert hybrid["ps"] == (pytest.approx(rows * 128), pytest.approx(rows * 144))
     # Batches share their frequent rows.
     assert rows < SPARSE.rows_of(4) < 4 * rows
-
-
-def test_floor_is_what_takes_longest():
-    assert ideal.floor(30.0, 1.25e6, 100e6) == 100.0
-    assert ideal.floor(30.0, 1.25e6, 1e9) == 30.0
-    assert ideal.floor(30.0, 1.25e6, None) == 30.0
 
 
 def test_plans_are_of_whole_rounds():

@@ -124,7 +124,6 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--workers 1:2", "add --ps 1, or give --workers one number. Received: --workers=1:2"),
         ("--workers 1:2 --ps 1 --nochief", "Received: --workers=1:2, --ps=1, --nochief"),
         ("--workers 1:2 --ps 1 --strategy hybrid", "hybrid needs all of its workers"),
-        ("--workers 1:2 --ps 1 --strategy auto", "or may choose a strategy that does"),
         ("--workers 1:1000 --ps 1", "at most 1000 tasks. Received: --workers=1:1000"),
         ("--hosts=", "--hosts needs a value. Received: --hosts=''"),
         ("--compression=", "--compression needs a value"),

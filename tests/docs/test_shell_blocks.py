@@ -98,8 +98,6 @@ def check_launcher(words):
     if command != "run":
         assert len(rest) == (command == "add-worker")
         return
-    if "auto" in arguments and "--plan" not in arguments:
-        return check_options(rest[0], rest[1:])  # which is measured first
     assert main.main(["run", "--dry_run", *arguments]) == 0, words
     if "--list" in arguments:
         return  # names no script

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import member_order
 from keras_psplus.all_reduce.topology import links as links_module
+from keras_psplus.all_reduce.topology import ring_order
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
 from keras_psplus.all_reduce.topology.links import Links
 from keras_psplus.log import logger
-from keras_psplus.planning import ring_order
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus import compression
 from keras_psplus.compression.factors.outer_products import find_outer_product
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.keras_internals.keras_parts import epoch_iterator, tree
@@ -26,8 +25,6 @@ from keras_psplus.keras_internals.keras_parts import epoch_iterator, tree
 _FIRST, _STEPS, _SECONDS = 2, 20, 5.0
 # Batches of one worker whose distinct rows are counted, together and one by one.
 _BATCHES = 8
-# By these compressors are timed, as benchmarks/compressor_cost.py does.
-_SHAPE, _CALLS = (1000, 1000), 20
 _OF_FIT = ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "class_weight")
 
 
@@ -43,7 +40,7 @@ def measure(
         workers: Number of workers, which share each batch.
 
     Returns:
-        What `keras_psplus.planning.choices.Facts` holds, as JSON has it.
+        What `keras_psplus.planning.table.Facts` holds, as JSON has it.
 
     Raises:
         ValueError: If there are no data, or no optimizer is given any gradients.
@@ -73,7 +70,6 @@ def measure(
         "variables": variables,
         "tables": tables,
         "slots": _slots(model),
-        "int8_ms": _int8_milliseconds(),
     }
 
 
@@ -201,17 +197,3 @@ def _slots(model: keras.Model) -> float:
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     kept = sum(math.prod(v.shape) for v in model.optimizer.variables if v.shape)
     return kept / weights if weights else 0.0
-
-
-def _int8_milliseconds() -> float:
-    """Milliseconds of the processor to send a million elements as int8, with error feedback."""
-    compressor = compression.ErrorFeedback(compression.Int8())
-    state, step = compressor.init(_SHAPE, "float32"), tf.constant(0, tf.int64)
-    gradient = tf.random.stateless_normal(_SHAPE, (1, 2))
-    encode = tf.function(lambda: compressor.encode(gradient, state, step), autograph=False)
-    times = []
-    for _ in range(_CALLS):
-        start = time.process_time()
-        encode()
-        times.append(time.process_time() - start)
-    return 1e3 * statistics.median(times)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.planning import ring_order
+from keras_psplus.all_reduce.topology import ring_order
 from keras_psplus.planning.links_file import Link, Links
 
 COUNT = 4e6

@@ -1,4 +1,4 @@
-"""The bytes that a step needs on each link, by arithmetic alone.
+"""Bytes of a step, on links and in memory, and its floor, by arithmetic alone.
 
 Headers, metrics and control messages are not in them. A sum over `n` workers takes each of them
 `2 (n - 1) / n` of a payload in either direction; where payloads cannot be summed on their way, each
@@ -16,8 +16,13 @@ from keras_psplus.planning.traits import Traits
 
 WORD = 4
 _PLACE = 2
+# A sum in a ring goes round twice, what is gathered once; PowerSGD sums one of its matrices to find
+# the other.
+_PASSES = {"topk": 1, "powersgd": 4}
 _ID = 8
 _BLOCK = 256  # elements of int8 that share a scale
+# `HybridStrategy(min_table_bytes=)`: smaller tables stay on the workers.
+_LEAST_TABLE = 1 << 20
 _BYTES = {None: 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + WORD / _BLOCK, "sign": 1 / 8}
 
 
@@ -125,6 +130,11 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
     """
     if traits.path == "alone":
         return Flows()
+    if traits.path == "hybrid":
+        mirrored = dataclasses.replace(traits, path="all_reduce")
+        small = dataclasses.replace(work, tables=[t for t in work.tables if not _is_served(t)])
+        large = [table for table in work.tables if _is_served(table)]
+        return Flows(flows(mirrored, small, workers).between, *_of_rows(traits, large))
     every = traits.every
     dense = _payload(work, traits.compression, workers)
     if traits.path == "tensor_parallel":
@@ -136,20 +146,16 @@ def flows(traits: Traits, work: Work, workers: int) -> Flows:
             table = WORD * work.table_elements * _BYTES.get(traits.rows, 4.0) / 4
             rows = 2 * (workers - 1) / workers * table
         else:
-            rows = (workers - 1) * _rows(work, every, traits.rows)
+            rows = (workers - 1) * _rows(work.tables, every, traits.rows)
         summed = _summed(dense, traits.compression, workers)
         return Flows((summed + rows) / every + _gathered(traits.shard, work, workers))
-    # Rows' ids go up, and values come down; gradients go up with their ids.
-    down = pulled = _rows(work, 1, traits.pull, of_each=0)
-    up = _rows(work, every, traits.rows) / every + _rows(work, 1, of_row=0)
-    if traits.path == "hybrid":
-        return Flows(_summed(dense, traits.compression, workers) / every, up, down)
-    values = _payload(work, traits.pull, workers)
-    down += values
     if traits.updates == "local":
-        # One read of everything for each exchange.
-        down = values / every + pulled
-    return Flows(0.0, up + dense / every, down)
+        # Whole tables are read and sent, though rows would do, once for each exchange.
+        whole = Work([*work.variables, *(Variable((table.elements,)) for table in work.tables)])
+        up = _payload(whole, traits.compression, workers) / every
+        return Flows(0.0, up, _payload(whole, traits.pull, workers) / every)
+    up, down = _of_rows(traits, work.tables)
+    return Flows(0.0, up + dense / every, down + _payload(work, traits.pull, workers))
 
 
 def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[float, float]]:
@@ -172,12 +178,85 @@ def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[
     return {**of_worker, "ps": (share * down, share * up)}
 
 
+def busiest(traits: Traits, work: Work, workers: int, ps: int) -> float:
+    """Bytes of one step in the direction of a link that has most of them."""
+    return max(max(both) for both in links(traits, work, workers, ps).values())
+
+
+def rounds(traits: Traits, work: Work, workers: int) -> float:
+    """Messages of a step, each of which waits for the one before."""
+    if traits.path == "tensor_parallel":
+        # A gathering and a sum of each layer, one after the other.
+        layers = sum(_is_cut(variable, workers) for variable in work.variables)
+        return (3 * layers + 2 * len(work.tables)) * (workers - 1)
+    moved, total = flows(traits, work, workers), 0
+    if moved.between:
+        passes = _PASSES.get((traits.compression or "").partition(":")[0], 2)
+        # Weights in shares are gathered for backward as well.
+        total += (passes + (traits.shard == "all")) * (workers - 1)
+    if moved.up:
+        total += 4  # There and back, to read and to send.
+    return total / traits.every
+
+
+def floor_ms(
+    compute_ms: float,
+    count: float,
+    bits_per_second: float | None,
+    messages: float = 0.0,
+    delay_ms: float = 0.0,
+) -> float:
+    """Milliseconds that a step takes at least, by its computing, bytes and delays.
+
+    Args:
+        compute_ms: Milliseconds of a step without communication.
+        count: Bytes, as of `busiest`.
+        bits_per_second: Of a link; None for no limit.
+        messages: As of `rounds`.
+        delay_ms: From host to host.
+    """
+    link_ms = 8e3 * count / bits_per_second if bits_per_second else 0.0
+    return max(compute_ms, link_ms) + messages * delay_ms
+
+
+def memory(traits: Traits, work: Work, workers: int) -> float:
+    """Bytes of weights, gradients and the optimizer's state on a worker, without activations."""
+    slots = work.slots
+    rows = sum(table.rows_of(1) * table.dim for table in work.tables)
+    if traits.path == "parameter_server":
+        copies = 2 if traits.updates == "local" else 1
+        return WORD * (copies * work.elements + work.elements + 2 * rows)
+    if traits.path == "tensor_parallel":
+        cut = sum(v.elements for v in work.variables if _is_cut(v, workers))
+        own = cut / workers + work.elements - cut
+        return WORD * (own * (2 + slots) + work.table_elements / workers * (1 + slots) + rows)
+    tables = [t.elements for t in work.tables if traits.path != "hybrid" or not _is_served(t)]
+    # What compressors leave out is kept for the next step; casts leave nothing, nor do factors.
+    name = (traits.compression or "").partition(":")[0]
+    residual = name in ("int8", "sign", "topk", "randomk", "powersgd")
+    anchors = 2 if traits.updates == "local" else traits.updates == "accumulate"
+    if traits.shard is not None:
+        # A gradient is whole until it is summed: that of the largest variable, if not of all.
+        whole = max([v.elements for v in work.variables] + tables, default=0)
+        kept = 1 / workers if traits.shard == "all" else 1.0
+        each = kept + (1 + slots) / workers
+        of_tables = sum(tables) * (kept + slots / workers)
+        return WORD * (work.elements * each + of_tables + whole + rows)
+    dense = work.elements * (2 + slots + residual + anchors)
+    return WORD * (dense + sum(tables) * (1 + slots + anchors) + rows)
+
+
 def goes_as_factors(variable: Variable, compression: str | None, workers: int) -> bool:
     """Whether a variable's gradient is sent as the factors that it is the product of."""
     if not (compression or "").startswith("factors") or variable.factor_rows is None:
         return False
     whole = 2 / workers * variable.elements
     return len(variable.shape) == 2 and variable.factor_rows * sum(variable.shape) <= whole
+
+
+def _is_served(table: Table) -> bool:
+    """Whether a table of `HybridStrategy` lies on the servers."""
+    return WORD * table.elements >= _LEAST_TABLE
 
 
 def _payload(work: Work, compression: str | None, workers: int) -> float:
@@ -217,7 +296,7 @@ def _size(shape: Sequence[int], compression: str | None) -> float:
     return elements * _BYTES[name or None]
 
 
-def is_cut(variable: Variable, workers: int) -> bool:
+def _is_cut(variable: Variable, workers: int) -> bool:
     """Whether tensor parallelism cuts a kernel by columns over so many workers."""
     return len(variable.shape) > 1 and variable.shape[-1] % workers == 0
 
@@ -228,7 +307,7 @@ def _of_layer(variable: Variable, workers: int) -> float:
     All workers have the rows of all. Its output is gathered, and the gradient of its input is
     summed. Kernels of other layers, as of convolutions, are gathered themselves.
     """
-    if not is_cut(variable, workers):
+    if not _is_cut(variable, workers):
         return 0.0
     others = WORD * (workers - 1) / workers
     if variable.factor_rows is None:
@@ -261,11 +340,22 @@ def _summed(payload: float, compression: str | None, workers: int) -> float:
     return 2 * (workers - 1) / workers * payload
 
 
+def _of_rows(traits: Traits, tables: Sequence[Table]) -> tuple[float, float]:
+    """Bytes of rows to and from servers.
+
+    Rows' ids go up, and values come down; gradients go up with their ids.
+    """
+    sent = _rows(tables, traits.every, traits.rows) / traits.every
+    return sent + _rows(tables, 1, of_row=0), _rows(tables, 1, traits.pull, of_each=0)
+
+
 def _rows(
-    work: Work, batches: int, compression: str | None = None, of_row: int = 1, of_each: int = _ID
+    tables: Sequence[Table],
+    batches: int,
+    compression: str | None = None,
+    of_row: int = 1,
+    of_each: int = _ID,
 ) -> float:
     """Bytes of the distinct rows of some batches of one worker, each with its id."""
     number = _BYTES[compression] if compression in ("bf16", "fp16", "int8") else WORD
-    return sum(
-        table.rows_of(batches) * (of_row * table.dim * number + of_each) for table in work.tables
-    )
+    return sum(table.rows_of(batches) * (of_row * table.dim * number + of_each) for table in tables)

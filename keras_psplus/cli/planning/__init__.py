@@ -1,1 +1,0 @@
-"""Plans for a script: links, costs, `--strategy auto`."""
