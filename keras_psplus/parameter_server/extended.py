@@ -161,6 +161,10 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         shards = self._shards(shape, kwargs)
         if shards is not None and len(shards) > 1:
             return self._create_in_shards(next_creator, shards, **kwargs)
+        if kwargs.get("initial_value") is None and whole is None:
+            # Of a SavedModel that is being loaded, whose functions read whole variables' handles.
+            creator = self._create_var_creator(next_creator, **kwargs)
+            return self._create_variable_round_robin(creator, **kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, sharded_variable.ShardedVariable):
             return ShardedVariable(variable)

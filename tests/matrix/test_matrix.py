@@ -85,6 +85,7 @@ TESTED = {
     "sync servers, cut": (
         "programs: adamw with schedule and average",
         "regularizers",
+        "layers: TFSMLayer",
         "optimizers: RMSprop",
     ),
     "async servers": (
