@@ -2,7 +2,7 @@
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -107,8 +107,14 @@ def check_launcher(words):
 
 
 def check_script(words):
-    """A script of the checkout takes the options shown."""
+    """A script of the checkout takes the options shown; a module of it is there."""
+    if words[0] == "-m":
+        return check_module(words[1])
     check_options(words[0], words[1:])
+
+
+def check_module(name):
+    assert importlib.util.find_spec(name), f"no module {name}"
 
 
 def check_options(script, words):
