@@ -4,6 +4,7 @@ python tests/matrix/page.py FOLDER DOCS/PAGE.md
 python tests/matrix/page.py --read FOLDER DOCS/PAGE.md
 """
 
+import argparse
 import collections
 import datetime
 import json
@@ -215,7 +216,7 @@ def main(folder, page):
 
     found = outcomes(folder)
     versions = f"Keras {keras.__version__} and TensorFlow {tf.__version__}"
-    pathlib.Path(page).write_text(text(found, versions, names.EXEMPT))
+    page.write_text(text(found, versions, names.EXEMPT))
     wrong = [one for one in found if one["kind"] == "wrong"]
     for one in wrong:
         print(f"{one['column']}: {', '.join(one['names'])}: {one['error']:g} {one['text'][:300]}")
@@ -223,7 +224,12 @@ def main(folder, page):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--read":
-        write_outcomes(sys.argv[2], read(pathlib.Path(sys.argv[3]).read_text()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--read", action="store_true")
+    parser.add_argument("folder")
+    parser.add_argument("page", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.read:
+        write_outcomes(options.folder, read(options.page.read_text()))
     else:
-        sys.exit(main(*sys.argv[1:]))
+        sys.exit(main(options.folder, options.page))
