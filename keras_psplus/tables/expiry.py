@@ -14,7 +14,8 @@ from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows
 from keras_psplus.tables.rows.graphs import places_of
 from keras_psplus.tables.rows.key_rows import FREQUENCY, LAST, SEEN, KeyRows
 
-_INT, _LONG = tf.int32, tf.int64
+_INT = tf.int32
+_LONG = tf.int64
 # Rows that a sweep looks at in one step, and among which it finds the first to expire.
 _SWEPT, _WINDOW = 1 << 13, 1 << 16
 _SECONDS_OF_DAY = 86_400

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-_INT, _LONG = tf.int32, tf.int64
+_INT = tf.int32
+_LONG = tf.int64
 
 
 class RowUndoLog:

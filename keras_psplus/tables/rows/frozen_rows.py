@@ -18,7 +18,8 @@ from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.rows.chunks import ChunkedRows
 from keras_psplus.tables.rows.graphs import places_of
 
-_INT, _LONG = tf.int32, tf.int64
+_INT = tf.int32
+_LONG = tf.int64
 _CLOSED = _INT.max
 # More than are kept until all is read.
 _MOST_KEPT = 1 << 20
