@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.cluster.process import tuning
-from keras_psplus.tables import initial_rows
+from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
 

@@ -28,7 +28,7 @@ from lab import counted_job
 import keras_psplus as psp
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.tables import initial_rows
+from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.rows.row_optimizer import config_of
 
 BATCH, FILLED, STEPS = 1 << 13, 1 << 16, 100

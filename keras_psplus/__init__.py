@@ -21,11 +21,11 @@ _EXPORTS = {
     "PipelineStrategy": "keras_psplus.pipeline",
     "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
     "TensorLayout": "keras_psplus.tensor_parallel",
-    "single_process": "keras_psplus.core.models.live_strategies",
+    "single_process": "keras_psplus.core.models.live",
     "stage": "keras_psplus.pipeline",
     "strategy_from_env": "keras_psplus.catalogue.lookup",
-    "task_type": "keras_psplus.cluster.roles",
-    "unit": "keras_psplus.core.models.units",
+    "task_type": "keras_psplus.cluster.discovery.find",
+    "unit": "keras_psplus.core.models.building",
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.
@@ -58,21 +58,21 @@ def _load() -> None:
 def _prepare(versions: types.ModuleType) -> None:
     global _is_loaded
     with versions.naming_misfits():
-        from keras_psplus.cluster.process import early_init, late_variables
+        from keras_psplus.cluster.process import early_init
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
         from keras_psplus import activation, keras_hooks
         from keras_psplus.cluster.monitor import task_report
-        from keras_psplus.core.plan import plan_request
+        from keras_psplus.core import plan
 
         keras_hooks.check()
         # Keras loads files of models with these layers then.
         importlib.import_module("keras_psplus.layers")
-    activation.at_activation(functools.partial(late_variables.warn, dict(os.environ)))
+    activation.at_activation(functools.partial(early_init.warn, dict(os.environ)))
     activation.at_activation(keras_hooks.install)
     _is_loaded = True
-    if plan_request.read() is not None or task_report.is_wanted():
+    if plan.read() is not None or task_report.is_wanted():
         # `keras-psplus` has started this process, also of a script without a strategy.
         activation.activate()
 

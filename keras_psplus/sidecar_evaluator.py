@@ -17,7 +17,7 @@ import keras
 from keras_psplus import activation
 from keras_psplus.arguments import folder, seconds, whole_number
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.environment import TRAINING_END_VARIABLE
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.serving import serve

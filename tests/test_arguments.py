@@ -172,7 +172,7 @@ def checks_alone(monkeypatch):
         raise Checked
 
     monkeypatch.setattr(MultiWorkerMirroredStrategy, "_start", staticmethod(end))
-    monkeypatch.setattr(hybrid, "discovery", types.SimpleNamespace(find_task_config=end))
+    monkeypatch.setattr(hybrid, "find", types.SimpleNamespace(find_task_config=end))
     monkeypatch.setattr(parameter_server.startup, "read_task", end)
 
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.catalogue import lookup
-from keras_psplus.cli import export, run, serve
-from keras_psplus.cli.flags import parsing
+from keras_psplus.cli import command_flags, export, run, serve
 
 ALL = {
     *("communication", "engine", "is_chief", "load_state_dict", "progress", "state_dict", "task"),
@@ -68,6 +67,6 @@ def test_one_default_of_schedule():
 )
 def test_flags_have_dashes_or_underscores(command, words, found):
     values = command._flags()
-    assert parsing.parse(values, words) == []
+    assert command_flags.parse(values, words) == []
     assert values[found[0]].value == found[1]
-    assert "--max-restarts, or underscores" in parsing.help_text("", values)
+    assert "--max-restarts, or underscores" in command_flags.help_text("", values)

@@ -25,7 +25,7 @@ def links(traits, work, workers, ps):
     """Bytes of one step of all workers, as of `step_bytes.links`.
 
     Args:
-        traits: `keras_psplus.planning.traits.Traits`.
+        traits: `keras_psplus.planning.step_bytes.Traits`.
         work: One of `work.SIZES`.
         workers: Number of workers.
         ps: Number of parameter servers, which share evenly.

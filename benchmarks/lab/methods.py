@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import pathlib
 
-from keras_psplus.planning.traits import Traits, traits_of
+from keras_psplus.planning.step_bytes import Traits, traits_of
 
 EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
 WORKS = ("dense", "sparse", "convolutional", "transformer")

@@ -13,16 +13,17 @@ import tensorflow as tf
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
 from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads
-from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
+from keras_psplus.all_reduce.step.updating import Accumulators
 from keras_psplus.callbacks import PublishTables
-from keras_psplus.core.base.metric_state import accumulates
 from keras_psplus.core.base.optimizers import iterations_of, optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
-from keras_psplus.core.data import epochs, iterator_release
-from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.graph import local_traces
+from keras_psplus.core.data import epochs, iterator_release, seeds
+from keras_psplus.core.distributed_engine import DistributedEngine, symbolic_batch
+from keras_psplus.core.graph import stand_ins
+from keras_psplus.core.graph.metrics import accumulates
 from keras_psplus.core.jobs import failure
+from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.tf_internals import framework_ops
@@ -30,6 +31,7 @@ from keras_psplus.updates import map_values
 
 if TYPE_CHECKING:
     from keras_psplus.engine import Gradients
+
 
 # Odd, so that no two replicas of any job share a seed (mod 2 ** 31).
 _SEED_STRIDE = 0x3C6EF35F
@@ -204,7 +206,7 @@ class AllReduceEngine(DistributedEngine):
         # Eager replicas run one after the other: inside a function, one would wait for the next.
         has_others = self.strategy.extended.world.local_replicas > 1
         would_wait = has_others and step.is_eager and not tf.executing_eagerly()
-        return would_wait or local_traces.is_without_collectives(graph, step.graph)
+        return would_wait or stand_ins.is_without_collectives(graph, step.graph)
 
     @functools.cached_property
     def accumulators(self) -> Accumulators:
@@ -347,3 +349,58 @@ class AllReduceEngine(DistributedEngine):
 def _is_count(tensor: Any) -> bool:
     # TensorFlow gathers the numbers of rows, to find a replica's part of a gradient.
     return tf.is_tensor(tensor) and tensor.dtype == tf.int32 and tensor.shape == (1,)
+
+
+# Engine of `MultiWorkerMirroredStrategy` where one replica trains alone.
+
+
+class OneReplicaEngine(StrategyEngine):
+    """Engine of one replica that trains alone: backups that survive a kill."""
+
+    has_weights_in_memory = True
+
+    @property
+    def compiles_by_default(self) -> bool:
+        return "GPU" in self.strategy.extended.worker_devices[0]
+
+    @answers("compile")
+    def _compile(self, call: Call) -> Any:
+        result = call.proceed()
+        self.resolve_auto_jit(call.owner, call.arguments.get("jit_compile", "auto"))
+        return result
+
+    # In a cluster of one, data come in the order in which more workers would read them, so that a
+    # job can go on with another number of them.
+
+    @answers("make_iterator")
+    def _make_iterator(self, call: Call) -> None:
+        # Batches are the data's own: TensorFlow's distributed datasets would make an iterator of
+        # several devices for each epoch, which takes 40 ms, and ask it for each step.
+        iterator = epochs.make_without_data(call)
+        if self.strategy.task is None:
+            iterator._distributed_dataset = iterator.data_adapter.get_tf_dataset()
+            return
+        seed = self.progress.data_seed(seeds.draw())
+        iterator._distributed_dataset = sharding.of_one_replica(iterator.data_adapter, seed)
+        self.progress.note_data_seed(seed)
+
+    def build(self, call: Call) -> None:
+        iterator, data_batch = call.get("iterator"), call.get("data_batch")
+        if iterator is not None:
+            # Keras would draw a batch to see its shapes, and shuffles that change their order from
+            # pass to pass would be one pass further than in one process.
+            data_batch = symbolic_batch(iterator._distributed_dataset.element_spec)
+        call.proceed(iterator=None, data_batch=data_batch)
+
+    @answers("make_function")
+    def _make_function(self, call: Call) -> Callable[..., Any]:
+        function = call.proceed(
+            step_function=replica_functions.after_data(call.get("step_function"))
+        )
+        return replica_functions.in_progress(self.strategy.progress, call, function)
+
+    def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
+        broadcast.from_chief(self.strategy, variables)
+
+    def reads_rows(self, variable: keras.Variable) -> bool:
+        return row_reads.can_read(variable)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce import reducers
-from keras_psplus.all_reduce.collectives import gradients, implementation, member_order, outputs
+from keras_psplus.all_reduce.collectives import gradients, implementation
+from keras_psplus.all_reduce.collectives import operations as member_order
+from keras_psplus.all_reduce.collectives import operations as outputs
 from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
-from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
+from keras_psplus.all_reduce.reduction.replica_states import MirroredState
 from keras_psplus.all_reduce.step import broadcast, row_reads, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
-from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.group_topology import Hops, Topology
 from keras_psplus.all_reduce.topology.levels import Levels
-from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
+from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
 from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.core.jobs import failure

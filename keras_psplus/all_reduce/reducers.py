@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
-from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.group_topology import Hops
 from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
 from keras_psplus.compression import methods
@@ -21,8 +21,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
-    from keras_psplus.all_reduce.reduction.mirrored_state import MirroredState
-    from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
+    from keras_psplus.all_reduce.reduction.replica_states import MirroredState, ReplicaStates
     from keras_psplus.all_reduce.topology.levels import Levels
     from keras_psplus.engine import Engine
 

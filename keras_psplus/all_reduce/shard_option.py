@@ -9,8 +9,12 @@ from typing import Any
 
 from keras_psplus import compression as compression_module
 from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
-from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
-from keras_psplus.all_reduce.topology.hops import Hops, compressors_per_hop
+from keras_psplus.all_reduce.topology.group_topology import (
+    FLAT,
+    Hops,
+    Topology,
+    compressors_per_hop,
+)
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
@@ -24,8 +28,8 @@ _ENGINES = {
     },
     "HybridEngine": {
         "optimizer": (
-            ("keras_psplus.hybrid.sharded", "ShardedHybridEngine"),
-            ("keras_psplus.hybrid.sharded", "ShardedHybridExtended"),
+            ("keras_psplus.hybrid.engine", "ShardedHybridEngine"),
+            ("keras_psplus.hybrid.engine", "ShardedHybridExtended"),
         ),
     },
 }

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.arguments import shown
-from keras_psplus.cluster import config, gpus
+from keras_psplus.cluster import config, environment
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.discovery import discovery, resolvers
+from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.process import early_init, tuning
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
@@ -37,7 +37,7 @@ def start(
     if task is None:
         return None
     if task.task_type == config.EVALUATOR:
-        if gpus.VISIBLE not in os.environ:
+        if environment.VISIBLE not in os.environ:
             tuning.hide_gpus()
         return None
     if task.num_ps and not allow_ps:
@@ -83,7 +83,7 @@ def _found(
 ) -> TaskConfig | None:
     if cluster_resolver is not None:
         return resolvers.task_of(cluster_resolver)
-    return discovery.find_task_config()
+    return find.find_task_config()
 
 
 def check_communication_options(given: object) -> None:

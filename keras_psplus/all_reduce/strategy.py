@@ -16,25 +16,25 @@ from keras_psplus import activation
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option, startup
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.liveness import heartbeat, step_marks, stopped_peers
+from keras_psplus.all_reduce.liveness import heartbeat
+from keras_psplus.all_reduce.liveness import stalls as step_marks
 from keras_psplus.all_reduce.liveness.stalls import StallProbe
-from keras_psplus.all_reduce.one_replica_engine import OneReplicaEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.cluster.process import memory, termination
+from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.process import memory, signals
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
-from keras_psplus.core.data import job_seed
+from keras_psplus.core.data import seeds
 from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import ControlPlane
-from keras_psplus.core.models import live_strategies
+from keras_psplus.core.models import live
 from keras_psplus.core.strategy_base import StrategyBase
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
@@ -181,7 +181,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
                     **self._extended_options,
                 ),
             )
-            termination.restore_handler()
+            signals.restore_handler()
             shard_option.check_devices(shard, len(self.extended.worker_devices))
             if self._topology == topology_module.AUTO:
                 self._topology = auto_topology.choose(self.extended)
@@ -196,14 +196,12 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             failure.watch(self._task, control.post_end)
             heartbeats.start(self._progress)
             with failure.translate_errors(self._task):
-                job_seed.agree(control, self._rows_are_shared)
-            stopped_peers.watch(
-                control, self._progress, self._step_marks, self._updates is not None
-            )
+                seeds.agree(control, self._rows_are_shared)
+            heartbeat.watch(control, self._progress, self._step_marks, self._updates is not None)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits(self._task).look)
         if self._distributes:
-            live_strategies.note(self, in_cluster=self._task is not None)
+            live.note(self, in_cluster=self._task is not None)
 
     def _waits(self, task: TaskConfig) -> StallProbe:
         return StallProbe(task, self._progress, self._step_marks)

@@ -9,7 +9,7 @@ import keras
 
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
-from keras_psplus.tables.versions.writer import VersionWriter
+from keras_psplus.tables.versions import VersionWriter
 
 _EPOCH = "epoch"
 

@@ -53,7 +53,7 @@ def strategy_from_env(default: str | None = None) -> Any:
     """
     # Not at module level: the launcher imports this module for `find` and `names` alone.
     from keras_psplus import activation
-    from keras_psplus.cluster.roles import is_evaluator
+    from keras_psplus.cluster.discovery.find import is_evaluator
 
     activation.activate()
     if is_evaluator():
@@ -170,7 +170,7 @@ def is_entry(name_or_file: str | os.PathLike[str]) -> bool:
 
 def _default() -> str:
     # Not at module level: the launcher imports this module for `find` and `names` alone.
-    from keras_psplus.cluster.discovery.discovery import find_task_config
+    from keras_psplus.cluster.discovery.find import find_task_config
 
     return "single" if find_task_config() is None else "all_reduce"
 

@@ -8,9 +8,10 @@ import sys
 
 from absl import flags
 
-from keras_psplus.cli.flags import parsing
-from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
-from keras_psplus.cluster.monitor import job_folder, job_requests
+from keras_psplus.cli import command_flags
+from keras_psplus.cluster.launcher.task_ends import ADD_WORKER
+from keras_psplus.cluster.monitor import job as job_folder
+from keras_psplus.cluster.monitor import job as job_requests
 
 _USAGE = """
 usage: keras-psplus add-worker JOB
@@ -38,20 +39,20 @@ def main(argv: list[str]) -> int:
     0, 1 if the job takes no worker, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
         if any(word.partition("=")[0] in ("--hosts", "--host") for word in argv):
-            raise parsing.UsageError(_ELSEWHERE + shlex.join(argv))
-        rest = parsing.parse(options, argv)
+            raise command_flags.UsageError(_ELSEWHERE + shlex.join(argv))
+        rest = command_flags.parse(options, argv)
         if len(rest) != 1:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "name one job, by the process id of its launcher (`keras-psplus status`). "
                 f"Received: {shlex.join(rest) or 'no job'}"
             )
         folder = _folder(rest[0])
-    except (OSError, parsing.UsageError) as error:
-        return parsing.complain(ADD_WORKER, error)
+    except (OSError, command_flags.UsageError) as error:
+        return command_flags.complain(ADD_WORKER, error)
     try:
         name = job_requests.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
     except (OSError, job_requests.RequestError) as error:
@@ -73,13 +74,13 @@ def _folder(job: str) -> pathlib.Path:
     found = [(folder, said) for folder, said in running if str(said["pid"]) == job]
     if not found:
         ranges = [str(said["pid"]) for _, said in running if said.get("min_workers") is not None]
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             f"no job of this user has a launcher with this process id; jobs that take workers: "
             f"{', '.join(ranges) or 'none'}. Received: {job}"
         )
     folder, said = found[0]
     if said.get("min_workers") is None:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "the job has a fixed number of workers: start it with a range, `keras-psplus run "
             f"--workers MIN:MAX`. Received: {job}, of {shlex.join(said['command'])}"
         )

@@ -1,26 +1,35 @@
 """`keras-psplus doctor`: what this machine has, how TF_CONFIG is understood, and what is wrong."""
 
+from __future__ import annotations
+
 import contextlib
+import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 import keras_psplus
 from keras_psplus import versions
-from keras_psplus.cli.flags import parsing
+from keras_psplus.cli import command_flags
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
-from keras_psplus.cluster.discovery import proxies
-from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.console import NoiseFilter
+from keras_psplus.cluster.discovery import find
+from keras_psplus.cluster.discovery.find import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
-from keras_psplus.cluster.output.log_filter import NoiseFilter
 from keras_psplus.cluster.startup.preflight import check_local_address, probe_peers
 from keras_psplus.log import logger
+
+if TYPE_CHECKING:
+    from keras_psplus.keras_hooks.hook import Hook
+
 
 _USAGE = """
 usage: keras-psplus doctor [flags]
@@ -63,24 +72,20 @@ def main(argv: list[str]) -> int:
     0 if all is well, 1 if not, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        if parsing.parse(options, argv):
-            raise parsing.UsageError("doctor takes no arguments, only flags")
-    except parsing.UsageError as error:
-        return parsing.complain("doctor", error)
+        if command_flags.parse(options, argv):
+            raise command_flags.UsageError("doctor takes no arguments, only flags")
+    except command_flags.UsageError as error:
+        return command_flags.complain("doctor", error)
     if options.hooks:
-        from keras_psplus.cli import hooks
-
-        return hooks.show(as_json=options.json)
+        return show_hooks(as_json=options.json)
     if options.links:
-        from keras_psplus.cli import links
-
-        return links.show(as_json=options.json)
+        return show_links(as_json=options.json)
     if options.json:
-        wrong = parsing.UsageError("--json goes with --hooks and --links. Received: --json")
-        return parsing.complain("doctor", wrong)
+        wrong = command_flags.UsageError("--json goes with --hooks and --links. Received: --json")
+        return command_flags.complain("doctor", wrong)
     problems: list[str] = []
     _software(problems)
     with _later() as said:
@@ -262,9 +267,9 @@ def _cluster(problems: list[str], timeout: float) -> None:
         _row(name, f"{address:<24} {_state(name, config, reasons, problems)}")
     if config.address is None:
         _row(config.name, "this process, beside the cluster")
-    if proxies.proxy_of() is not None:
+    if find.proxy_of() is not None:
         # `find_task_config` has seen to it, as it does in the tasks.
-        _row("proxy", f"{proxies.proxy_of()}; tasks talk to each other without it")
+        _row("proxy", f"{find.proxy_of()}; tasks talk to each other without it")
     role = "saves checkpoints" if config.is_chief else "does not save checkpoints"
     _row("this process", f"{config.name}, {role}")
 
@@ -307,3 +312,116 @@ def _scheduler() -> None:
 
 def _row(name: str, value: str) -> None:
     print(f"  {name:<16} {value}")
+
+
+# `keras-psplus doctor --links`: the links between workers, as `topology="auto"` measures them.
+
+
+def show_links(as_json: bool = False) -> int:
+    """Measures the links between TF_CONFIG's workers; the chief prints a table.
+
+    Each worker runs this.
+
+    Args:
+        as_json: Whether the chief prints JSON instead, and the others nothing.
+
+    Returns:
+        0, or 1 if there is no such cluster.
+    """
+    try:
+        task = find_task_config()
+    except ClusterConfigError as error:
+        return _complain(error)
+    if task is None or task.num_workers < 2:
+        return _complain(
+            "--links needs a cluster of at least two workers, and has to be started in each of "
+            "them with its TF_CONFIG, as the training would be. "
+            f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')}"
+        )
+    if task.task_type not in ("chief", "worker"):
+        return _complain(f"--links measures workers. Received: {task.name}")
+    # Servers take no part.
+    workers = {job: addresses for job, addresses in task.cluster.items() if job != "ps"}
+    os.environ["TF_CONFIG"] = dataclasses.replace(task, cluster=workers).to_tf_config()
+    import keras_psplus
+    from keras_psplus.all_reduce.topology import auto_topology, links
+
+    strategy = keras_psplus.MultiWorkerMirroredStrategy()
+    decision = auto_topology.decide(strategy.extended)
+    if not strategy.is_chief:
+        print(f"{task.name} has measured its links; the chief shows them.", file=sys.stderr)
+    elif as_json:
+        found = links.as_file(decision.links, strategy.extended.control.names)
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print(decision.report)
+    return 0
+
+
+def _complain(problem: object) -> int:
+    print(f"keras-psplus doctor: {problem}", file=sys.stderr)
+    return 1
+
+
+# `keras-psplus doctor --hooks`: the functions that are replaced, and what this Keras has.
+
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def show_hooks(as_json: bool = False) -> int:
+    """Prints the list of hooks.
+
+    Args:
+        as_json: Whether to print a list of dicts instead of text.
+
+    Returns:
+        The exit code: 1 if one does not fit.
+    """
+    try:
+        from keras_psplus.keras_hooks import HOOKS
+    except ImportError as error:
+        # A part of Keras is gone as a whole: its name is in the error.
+        print(
+            json.dumps([{"name": None, "fits": False, "problem": f"{error}"}]) if as_json else error
+        )
+        return 1
+    rows = [_hook_row(hook) for hook in HOOKS]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print(_text(rows))
+    return 0 if all(row["fits"] for row in rows) else 1
+
+
+def _hook_row(hook: Hook) -> dict[str, Any]:
+    try:
+        hook.check_signature()
+        problem = None
+    except ImportError as error:
+        problem = f"{error}"
+    return {
+        "name": hook.where,
+        "parameters": hook.parameters,
+        "found": hook.found(),
+        "is_added": hook.is_added,
+        "fits": problem is None,
+        "problem": problem,
+        "answered_by": hook.answered_by,
+        "why": hook.why,
+    }
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        relied = "is added" if row["is_added"] else f"({', '.join(row['parameters'])})"
+        lines.append(f"{row['name']} {relied}")
+        lines.append(f"  answered by {row['answered_by']}: {row['why']}")
+        if not row["fits"]:
+            found = row["found"]
+            had = "nothing of this name" if found is None else f"({', '.join(found)})"
+            lines.append(f"  DOES NOT FIT: this Keras has {had}")
+    bad = sum(not row["fits"] for row in rows)
+    lines += ["", f"{len(rows)} functions are replaced; {bad or 'none'} of them do not fit."]
+    return "\n".join(lines)

@@ -5,16 +5,16 @@ import sys
 
 from absl import flags
 
-from keras_psplus.cli.flags import combinations, parsing
-from keras_psplus.cli.flags import layout as layout_flags
-from keras_psplus.cli.flags import strategy as strategy_flags
+from keras_psplus.cli import command_flags
+from keras_psplus.cli import command_flags as layout_flags
+from keras_psplus.cli import command_flags as strategy_flags
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
-from keras_psplus.cluster.discovery import layout
-from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
-from keras_psplus.cluster.discovery.ranks import FIRST_RANK_VARIABLE
+from keras_psplus.cluster.console import warn
+from keras_psplus.cluster.discovery import launchers
+from keras_psplus.cluster.discovery.find import find_ranks, find_task_config
+from keras_psplus.cluster.discovery.launchers import FIRST_RANK_VARIABLE
 from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE
-from keras_psplus.cluster.output.console import warn
-from keras_psplus.cluster.process.termination import GRACE_VARIABLE, grace_seconds
+from keras_psplus.cluster.process.signals import GRACE_VARIABLE, grace_seconds
 
 _USAGE = """
 usage: keras-psplus exec [flags] SCRIPT [arguments of the script]
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> int:
     Returns 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        command = parsing.parse(options, argv)
-        parsing.check_script(command)
+        command = command_flags.parse(options, argv)
+        command_flags.check_script(command)
         config = _task(options)
         counts = {
             "workers": len(config.cluster.get("worker", ())) if config else 1,
@@ -56,10 +56,10 @@ def main(argv: list[str]) -> int:
         if options.grace is not None:
             os.environ[GRACE_VARIABLE] = f"{options.grace:g}"
         grace_seconds()  # raises ValueError
-    except (parsing.UsageError, ClusterConfigError, ValueError) as error:
-        return parsing.complain("exec", error)
+    except (command_flags.UsageError, ClusterConfigError, ValueError) as error:
+        return command_flags.complain("exec", error)
     if config is None or config.is_chief:
-        for remark in parsing.remarks(options, command):
+        for remark in command_flags.remarks(options, command):
             warn(remark)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,23 +69,24 @@ def main(argv: list[str]) -> int:
 
 def _task(options: flags.FlagValues) -> TaskConfig | None:
     """This process's task; None if it trains alone."""
-    if text := os.environ.get(layout.LAYOUT_VARIABLE):
+    if text := os.environ.get(launchers.LAYOUT_VARIABLE):
         if options.ps or options.chief is not None or options.evaluator or options.workers:
-            raise parsing.UsageError(
-                f"{layout.LAYOUT_VARIABLE} says which tasks there are: leave out --workers, --ps, "
-                f"--chief and --evaluator, or unset it. Received: {layout.LAYOUT_VARIABLE}={text}"
+            raise command_flags.UsageError(
+                f"{launchers.LAYOUT_VARIABLE} says which tasks there are: leave out --workers, "
+                "--ps, --chief and --evaluator, or unset it. "
+                f"Received: {launchers.LAYOUT_VARIABLE}={text}"
             )
         return find_task_config()
-    chief = combinations.chief_of(options)
+    chief = command_flags.chief_of(options)
     if options.join is not None and options.workers is None:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "--join goes with the --workers MIN:MAX of the job that is joined. "
             f"Received: --join={options.join}"
         )
     roles = {"chief": int(chief), "ps": options.ps, EVALUATOR: int(options.evaluator)}
     if any(roles.values()) or options.workers is not None:
         if os.environ.get("TF_CONFIG", "").strip():
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "TF_CONFIG says which task this is: leave out --workers, --ps, --chief and "
                 f"--evaluator, or unset it. Received: TF_CONFIG={os.environ['TF_CONFIG']}"
             )
@@ -95,13 +96,15 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
         size = 1 if ranks is None else ranks.size
         workers = size - sum(roles.values())
         if workers < 0 or workers + roles["chief"] < 1:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 f"{size} processes are too few for --ps={options.ps}, {roles['chief']} chief and a "
                 "worker: start more (`srun --ntasks`, `mpirun -n`). "
                 f"Received: {ranks.source if ranks else 'a process that no launcher names'}"
             )
         counts = {"chief": roles["chief"], "worker": workers, "ps": options.ps}
-        os.environ[layout.LAYOUT_VARIABLE] = layout.text_of(counts | {EVALUATOR: roles[EVALUATOR]})
+        os.environ[launchers.LAYOUT_VARIABLE] = launchers.text_of(
+            counts | {EVALUATOR: roles[EVALUATOR]}
+        )
     return find_task_config()
 
 
@@ -113,12 +116,12 @@ def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
     least, most = layout_flags.workers_of(options.workers)
     received = f"Received: --workers={options.workers}, --join={options.join}"
     if least is None or most is None:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "`exec` has a worker in each process that is neither chief nor ps: leave out "
             f"--workers, or give a range, as in 1:3. {received}"
         )
     if options.evaluator:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "an evaluator goes with a fixed number of workers: leave out --workers or --evaluator. "
             f"{received}, --evaluator"
         )
@@ -127,12 +130,12 @@ def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
     size, others = 0 if ranks is None else ranks.size, 1 + options.ps
     room = most + others if options.join is None else most - options.join
     if not (others + least if options.join is None else 1) <= size <= room:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             f"{size} processes are too few or too many: a job begins with a chief, {options.ps} ps "
             f"and {least} to {most} workers, and as many join as are left of the range. {received}"
         )
     counts = {"chief": 1, "ps": options.ps, "worker": most}
-    os.environ[layout.LAYOUT_VARIABLE] = layout.text_of(counts)
+    os.environ[launchers.LAYOUT_VARIABLE] = launchers.text_of(counts)
     os.environ[MIN_WORKERS_VARIABLE] = str(least)
     os.environ[FIRST_RANK_VARIABLE] = str(0 if options.join is None else others + options.join)
     return find_task_config()
@@ -181,5 +184,5 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
         lower_bound=0,
     )
-    strategy_flags.define(values)
+    strategy_flags.define_strategy(values)
     return values

@@ -10,11 +10,10 @@ from typing import Any
 from absl import flags
 
 from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli.flags import combinations, parsing
-from keras_psplus.cli.flags import layout as layout_flags
-from keras_psplus.cli.flags import strategy as strategy_flags
-from keras_psplus.cli.manifests import indexed_job, jobset
-from keras_psplus.cluster.discovery import layout
+from keras_psplus.cli import command_flags, manifests
+from keras_psplus.cli import command_flags as layout_flags
+from keras_psplus.cli import command_flags as strategy_flags
+from keras_psplus.cluster.discovery import launchers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 # https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
@@ -40,20 +39,20 @@ have its parallelism changed while it runs, if --workers is a range.
 def main(argv: list[str]) -> int:
     """Runs the command; returns 0, or 2 for a wrong command line."""
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
+    if command_flags.shows_help(_USAGE, options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
         return 0
     try:
         if argv[:1] != ["kubernetes"]:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "what can be exported is `kubernetes`. "
                 f"Received: {argv[0] if argv else 'no argument'}"
             )
-        command = parsing.parse(options, argv[1:])
+        command = command_flags.parse(options, argv[1:])
         if not command:
-            raise parsing.UsageError("name the script to run, after the flags")
+            raise command_flags.UsageError("name the script to run, after the flags")
         print(manifest(options, command))
-    except (parsing.UsageError, ValueError) as error:
-        return parsing.complain("export", error)
+    except (command_flags.UsageError, ValueError) as error:
+        return command_flags.complain("export", error)
     return 0
 
 
@@ -67,21 +66,23 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         UsageError: If flags are missing, or do not go together.
     """
     if not options.image:
-        raise parsing.UsageError("name the image that has the script: --image example/train:1")
+        raise command_flags.UsageError(
+            "name the image that has the script: --image example/train:1"
+        )
     name = options.name
     if not (name.isascii() and name.replace("-", "").isalnum() and name == name.lower()):
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "a name has lower-case letters, digits and '-' in it, and begins and ends with one of "
             f"the first two. Received: --name={name}"
         )
     for flag, (pattern, example) in _QUANTITIES.items():
         value = getattr(options, flag)
         if not re.fullmatch(pattern, value):
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 f"--{flag} is a quantity of Kubernetes, such as {example}. "
                 f"Received: --{flag}={value}"
             )
-    chief = combinations.chief_of(options)
+    chief = command_flags.chief_of(options)
     least, workers = layout_flags.workers_of(options.workers)
     counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}
     # Refused here as by `run`.
@@ -91,7 +92,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     if least is not None:
         layout_flags.check_range(options, chief)
         if not options.jobset:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "workers that come and go are pods of a Job of their own, whose parallelism may "
                 f"change: add --jobset. Received: --workers={options.workers}"
             )
@@ -107,7 +108,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         "token_variable": TOKEN_VARIABLE,
         "image": options.image,
         "command": "[" + ", ".join(_quoted(word) for word in words) + "]",
-        "layout": layout.text_of(counts),
+        "layout": launchers.text_of(counts),
         "cpu": options.cpus,
         "memory": options.memory,
         "limits": f"memory: {options.memory}"
@@ -116,9 +117,9 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
     }
     if options.jobset:
         kind = None if strategy is None else entries.read(lookup.find(strategy)).strategy
-        text = jobset.documents(values, counts, kind, options.max_restarts, least)
+        text = manifests.jobset(values, counts, kind, options.max_restarts, least)
     else:
-        text = indexed_job.documents(values, counts, options.max_restarts)
+        text = manifests.indexed_job(values, counts, options.max_restarts)
     head = textwrap.dedent(
         f"""\
         # {sum(counts.values())} tasks: {values["layout"]}. Made by
@@ -177,5 +178,5 @@ def _flags() -> flags.FlagValues:
         "A PersistentVolumeClaim that all pods can write, which is mounted at /backups.",
         flag_values=values,
     )
-    strategy_flags.define(values)
+    strategy_flags.define_strategy(values)
     return values

@@ -21,13 +21,13 @@ from absl import flags
 
 import keras_psplus
 from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli.flags import parsing, report
+from keras_psplus.cli import command_flags
+from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.launcher import launch_flags
-from keras_psplus.cluster.output.log_filter import NoiseFilter
 from keras_psplus.planning import links_file, table
+from keras_psplus.planning.step_bytes import traits_of
 from keras_psplus.planning.table import Cluster
-from keras_psplus.planning.traits import traits_of
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
@@ -67,15 +67,15 @@ def main(argv: list[str]) -> int:
     0 with a plan, 1 without, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        command = parsing.parse(options, argv)
+        command = command_flags.parse(options, argv)
         _check_flags(options)
         cluster = _cluster(options)
-        parsing.check_script(command)
-    except parsing.UsageError as error:
-        return parsing.complain("plan", error)
+        command_flags.check_script(command)
+    except command_flags.UsageError as error:
+        return command_flags.complain("plan", error)
     try:
         answer = ask(
             command,
@@ -112,7 +112,7 @@ def ask(
         schedule: The schedule instead of the script's.
 
     Returns:
-        The answer of `keras_psplus.core.plan.plan_request`.
+        The answer of `keras_psplus.core.plan`.
 
     Raises:
         ScriptError: If the script has failed, or has ended without a call of `fit`.
@@ -200,9 +200,9 @@ def _check_flags(options: flags.FlagValues) -> None:
     given = [name for name in strange if options[name].value is not None]
     if given:
         goes = "goes with --stages" if options.stages is None else "does not go with --stages"
-        raise parsing.UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
+        raise command_flags.UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
     if options.links is not None and (options.link is not None or options.delay is not None):
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             "--links says how fast links are: leave out --link and --delay. Received: "
             f"--links={options.links}, --link={options.link}, --delay={options.delay}"
         )
@@ -217,7 +217,7 @@ def _memory(options: flags.FlagValues) -> float | None:
         power = 1 + "KMGT".index(match[2].upper())
         size = float(match[1]) * (1024 if match[3] else 1000) ** power
     if not size:
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             f"--memory is a size such as 16GB or 512MiB. Received: {options.memory!r}"
         )
     return size
@@ -231,9 +231,9 @@ def _cluster(options: flags.FlagValues) -> Cluster:
     try:
         links = links_file.read(options.links)
     except ValueError as error:
-        raise parsing.UsageError(f"--links cannot be used: {error}") from None
+        raise command_flags.UsageError(f"--links cannot be used: {error}") from None
     if options.workers not in (None, len(links.hosts)):
-        raise parsing.UsageError(
+        raise command_flags.UsageError(
             f"--links has the links of {len(links.hosts)} hosts: leave out --workers, or measure "
             f"those of {options.workers}. Received: --workers={options.workers}, "
             f"--links={options.links}"
@@ -246,7 +246,9 @@ def _bits_per_second(text: str) -> float:
     match = _RATE.fullmatch(text)
     rate = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
     if not rate:
-        raise parsing.UsageError(f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}")
+        raise command_flags.UsageError(
+            f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}"
+        )
     return rate
 
 
@@ -293,14 +295,14 @@ def _problem(result: subprocess.CompletedProcess[str], command: Sequence[str]) -
             "there is nothing to plan. Call `model.fit` under the same arguments as in training. "
             f"Received: {' '.join(command)}"
         )
-    traceback = report.last_traceback(lines)
+    traceback = command_flags.last_traceback(lines)
     if not traceback:
         head = f"the script has failed ({result.returncode}):"
-        return "\n".join([head, *lines[-report.LAST_LINES :]])
+        return "\n".join([head, *lines[-command_flags.LAST_LINES :]])
     files = [line for line in traceback if line.startswith('  File "')]
     package = str(pathlib.Path(next(iter(keras_psplus.__path__))))
     if files and files[-1].startswith(f'  File "{package}'):
         # The library has refused something, and says what would do.
         message = [line for line in traceback[1:] if not line.startswith(" ")]
         return "\n".join(message)
-    return "\n".join(["the script has failed:", *traceback[-report.LAST_LINES :]])
+    return "\n".join(["the script has failed:", *traceback[-command_flags.LAST_LINES :]])

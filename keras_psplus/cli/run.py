@@ -14,14 +14,14 @@ from absl import flags
 
 from keras_psplus.arguments import whole_number
 from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli.flags import layout as layout_flags
-from keras_psplus.cli.flags import outputs, parsing, report
-from keras_psplus.cli.flags import strategy as strategy_flags
-from keras_psplus.cluster import gpus, restarts
+from keras_psplus.cli import command_flags
+from keras_psplus.cli import command_flags as layout_flags
+from keras_psplus.cli import command_flags as strategy_flags
+from keras_psplus.cluster import environment, processes
+from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
-from keras_psplus.cluster.launcher import worker_range
-from keras_psplus.cluster.monitor.job_record import JobRecord
-from keras_psplus.cluster.output.console import Console, drop_unwritten, warn
+from keras_psplus.cluster.launcher import task_ends
+from keras_psplus.cluster.monitor.job import JobRecord
 from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
 
@@ -53,37 +53,37 @@ def main(argv: list[str]) -> int:
         after Ctrl-C, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        command = parsing.parse(options, argv)
+        command = command_flags.parse(options, argv)
         if options.list:
             print(_listing())
             return 0
-        parsing.check_script(command)
+        command_flags.check_script(command)
         whole_number("max_restarts", options.max_restarts, 0)
         if options.hosts and (options.json_log or options.trace):
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "--hosts starts nothing, so that there is nothing to log. "
                 f"Received: --json_log={options.json_log}, --trace={options.trace}"
             )
         if options.hosts and options.max_restarts:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "--hosts starts nothing, so that nothing can be started again. "
                 f"Received: --max_restarts={options.max_restarts}"
             )
         if options.warm and sys.platform != "linux":
-            raise parsing.UsageError(f"--warm needs Linux. Received: {sys.platform}")
-        layout, min_workers = layout_flags.read(options)
+            raise command_flags.UsageError(f"--warm needs Linux. Received: {sys.platform}")
+        layout, min_workers = layout_flags.read_layout(options)
         if options.restart == "task" and not layout["ps"]:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "a task is started again by itself where the others go on without it: in a cluster "
                 "with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
         if options.gpus_per_worker is not None:
             if options.hosts:
-                raise parsing.UsageError(
+                raise command_flags.UsageError(
                     "--hosts starts nothing, so that there are no GPUs to divide. "
                     f"Received: --gpus_per_worker={options.gpus_per_worker}"
                 )
@@ -91,17 +91,17 @@ def main(argv: list[str]) -> int:
         env = strategy_flags.variables(options, layout)
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
-            env |= worker_range.environment_of(min_workers)
+            env |= task_ends.environment_of(min_workers)
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))
             return 0
-        log_dir = outputs.log_dir(options.log_dir)
-        json_log = outputs.json_log(options.json_log)
-        trace_to = outputs.trace(options.trace, options.trace_steps)
-    except (parsing.UsageError, ValueError) as error:
-        return parsing.complain("run", error)
-    for remark in parsing.remarks(options, command):
+        log_dir = command_flags.log_dir(options.log_dir)
+        json_log = command_flags.json_log(options.json_log)
+        trace_to = command_flags.trace(options.trace, options.trace_steps)
+    except (command_flags.UsageError, ValueError) as error:
+        return command_flags.complain("run", error)
+    for remark in command_flags.remarks(options, command):
         warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
     console = Console(live=live, quiet=not options.verbose)
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
             min_workers=min_workers,
         )
         if restart == 0:
-            seen = gpus.describe({task.name: task.variables for task in cluster.tasks})
+            seen = environment.describe({task.name: task.variables for task in cluster.tasks})
             if seen:
                 log(seen)
         return cluster
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
             JobRecord(command, layout, log_dir, json_log, trace_to, min_workers) as record,
             WarmPython() if options.warm else contextlib.nullcontext() as warm,
         ):
-            result = restarts.run(make_cluster, options.max_restarts, options.timeout or None, log)
+            result = processes.run(make_cluster, options.max_restarts, options.timeout or None, log)
             record.job_ended(result.exit_code, log)
     except KeyboardInterrupt:  # between two attempts; while tasks run, the cluster sees to it
         return 128 + signal.SIGINT
@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
     except (OSError, RuntimeError) as error:  # no process, file or port is left
         print(f"keras-psplus run: the tasks cannot be started: {error}", file=sys.stderr)
         return 1
-    report.show(result, log_dir, options.timeout)
+    command_flags.show_failure(result, log_dir, options.timeout)
     drop_unwritten(sys.stdout, sys.stderr)
     return result.exit_code
 
@@ -188,7 +188,7 @@ def _flags() -> flags.FlagValues:
         "there are fewer than workers, they share them). Other tasks see none.",
         **whole,
     )
-    strategy_flags.define(values)
+    strategy_flags.define_strategy(values)
     flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
     flags.DEFINE_string(
         "log_dir",
@@ -196,7 +196,7 @@ def _flags() -> flags.FlagValues:
         "Folder for the tasks' logs (default: a new one in /tmp).",
         flag_values=values,
     )
-    outputs.define(values)
+    command_flags.define_outputs(values)
     flags.DEFINE_float(
         "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus.cli.flags import parsing
+from keras_psplus.cli import command_flags
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
-from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.launcher import launch_flags
 
 _USAGE = """
@@ -22,21 +22,22 @@ until the chief has ended. Exits with 0, or with 1 if the chief has died.
 def main(argv: list[str]) -> int:
     """Runs the command; returns the exit code."""
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        if parsing.parse(options, argv):
-            raise parsing.UsageError("serve takes no arguments, only flags")
+        if command_flags.parse(options, argv):
+            raise command_flags.UsageError("serve takes no arguments, only flags")
         config = find_task_config()
         if config is None or config.task_type not in ("ps", "worker"):
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 "serve needs a TF_CONFIG whose task is a ps or a worker. "
                 f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
             )
         may_leave = launch_flags.min_workers() is not None and config.task_type == "worker"
-    except (parsing.UsageError, ClusterConfigError) as error:
-        return parsing.complain("serve", error)
-    from keras_psplus.cluster.serving.serve import ChiefLostError, serve  # not needed for --help
+    except (command_flags.UsageError, ClusterConfigError) as error:
+        return command_flags.complain("serve", error)
+    from keras_psplus.cluster.serving.serve import serve  # not needed for --help
+    from keras_psplus.errors import ChiefLostError
 
     try:
         serve(

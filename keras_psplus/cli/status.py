@@ -9,9 +9,10 @@ from typing import Any
 from absl import flags
 
 from keras_psplus import text_table
-from keras_psplus.cli.flags import parsing
-from keras_psplus.cluster.launcher.results import describe
-from keras_psplus.cluster.monitor import job_folder, step_times
+from keras_psplus.cli import command_flags
+from keras_psplus.cluster.launcher.task_ends import describe
+from keras_psplus.cluster.monitor import job as job_folder
+from keras_psplus.cluster.monitor import step_times
 from keras_psplus.cluster.process import process_state
 
 _USAGE = """
@@ -36,20 +37,20 @@ def main(argv: list[str]) -> int:
     0, 1 if jobs cannot be read, 2 for a wrong command line.
     """
     options = _flags()
-    if parsing.shows_help(_USAGE, options, argv):
+    if command_flags.shows_help(_USAGE, options, argv):
         return 0
     try:
-        rest = parsing.parse(options, argv)
+        rest = command_flags.parse(options, argv)
         if rest:
-            raise parsing.UsageError(
+            raise command_flags.UsageError(
                 f"status takes no arguments, only flags. Received: {shlex.join(rest)}"
             )
-    except parsing.UsageError as error:
-        return parsing.complain("status", error)
+    except command_flags.UsageError as error:
+        return command_flags.complain("status", error)
     try:
         found = job_folder.read_all()
     except OSError as error:
-        parsing.complain("status", error)
+        command_flags.complain("status", error)
         return 1
     jobs = [_job(*each) for each in found]
     if options.clear:

@@ -10,7 +10,7 @@ from keras_psplus.cluster.config import (
     TaskConfig,
     read_task_config,
 )
-from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.startup.preflight import wait_for_cluster
 
 __all__ = [

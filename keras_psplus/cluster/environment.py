@@ -1,15 +1,111 @@
 """The environment of each task of a cluster: TF_CONFIG, and its share of the cores."""
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
+import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from keras_psplus.cluster import gpus
 from keras_psplus.cluster.config import EVALUATOR, TaskConfig, read_task_config
 from keras_psplus.cluster.ports import free_ports
+
+# GPUs of this machine, and those that each of its tasks sees.
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# TensorFlow otherwise reserves nearly all of a GPU's memory for the first process.
+_GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+_LIST_SECONDS = 20.0
+
+
+def visible(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Names of the GPUs that processes of this environment see, as `CUDA_VISIBLE_DEVICES` has them.
+
+    TensorFlow is not asked, as it would begin to use them.
+
+    Args:
+        environ: Environment variables; `os.environ` by default.
+    """
+    found = named(environ)
+    return [str(number) for number in range(_count())] if found is None else found
+
+
+def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
+    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set.
+
+    Args:
+        environ: Environment variables; `os.environ` by default.
+    """
+    environ = os.environ if environ is None else environ
+    if VISIBLE not in environ:
+        return None
+    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+
+
+@functools.cache
+def _count() -> int:
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True,
+            text=True,
+            timeout=_LIST_SECONDS,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> list[dict[str, str]]:
+    """Environment variables by which workers of one machine share its GPUs.
+
+    Each worker gets GPUs of its own, or, if there are fewer than workers, one that it shares and
+    takes no more memory of than it needs.
+
+    Args:
+        gpus: Names of the GPUs.
+        per_worker: Number of GPUs of each; by default as many as there are for each.
+
+    Returns:
+        Dict of variables for each worker.
+
+    Raises:
+        ValueError: If there are not as many GPUs.
+
+    Example:
+
+    >>> split(["0", "1"], workers=2)
+    [{'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'}]
+    """
+    if per_worker is not None and per_worker * workers > len(gpus):
+        raise ValueError(
+            f"{workers} workers of {per_worker} GPUs need {workers * per_worker}, and this machine "
+            f"has {len(gpus)}. Received: --gpus_per_worker={per_worker}, --workers={workers}"
+        )
+    if per_worker is None and 0 < len(gpus) < workers:
+        return [{VISIBLE: gpus[i % len(gpus)], **_GROWTH} for i in range(workers)]
+    each = len(gpus) // max(1, workers) if per_worker is None else per_worker
+    return [{VISIBLE: ",".join(gpus[i * each : (i + 1) * each])} for i in range(workers)]
+
+
+def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
+    """A sentence that says which GPUs tasks use; empty if none does.
+
+    Args:
+        tasks: Environment variables of each task, by its name.
+    """
+    names = {task: own[VISIBLE] for task, own in tasks.items() if own.get(VISIBLE)}
+    if len(set(names.values())) == len(names):
+        return "; ".join(f"{task} has GPU {name}" for task, name in names.items())
+    shared = ", ".join(sorted(set(names.values())))
+    return f"{len(names)} tasks share GPU {shared}, and each takes the memory that it needs"
+
 
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
@@ -162,7 +258,7 @@ def _gpus(
     counts: Mapping[str, int], environ: Mapping[str, str] | None, per_worker: int | None
 ) -> dict[tuple[str, int], dict[str, str]]:
     """Variables of each task that say which GPUs it sees; none on a machine without."""
-    found = gpus.visible(environ)
+    found = visible(environ)
     if not found and not per_worker:
         return {}
     trains = [("worker", index) for index in range(counts["worker"])]
@@ -170,9 +266,9 @@ def _gpus(
         found = found[: max(1, len(trains))]  # ParameterServerStrategy takes one for each
     elif counts["chief"] and not counts["ps"] and len(found) > len(trains):
         trains.append(("chief", 0))  # under all-reduce, it is one of those that train
-    seen = dict(zip(trains, gpus.split(found, len(trains), per_worker)))
+    seen = dict(zip(trains, split(found, len(trains), per_worker)))
     others = [("chief", 0), (EVALUATOR, 0), *(("ps", index) for index in range(counts["ps"]))]
-    return {**{place: {gpus.VISIBLE: ""} for place in others}, **seen}
+    return {**{place: {VISIBLE: ""} for place in others}, **seen}
 
 
 def _thread_split(compute_tasks: int, environ: Mapping[str, str] | None) -> dict[str, str]:

@@ -6,10 +6,11 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from keras_psplus.cluster.config import EVALUATOR
+from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.environment import (
     RESTART_VARIABLE,
     TOKEN_VARIABLE,
@@ -17,16 +18,23 @@ from keras_psplus.cluster.environment import (
     Task,
     plan_tasks,
 )
-from keras_psplus.cluster.launcher.ending_signals import EndingSignals
-from keras_psplus.cluster.launcher.kernel_kills import KernelKills
-from keras_psplus.cluster.launcher.results import ClusterResult, describe
-from keras_psplus.cluster.launcher.task_ends import EVALUATOR_NAME, GracePeriods, TaskEnds
+from keras_psplus.cluster.launcher.task_ends import (
+    EVALUATOR_NAME,
+    SHORT_SECONDS,
+    WRONG_COMMAND_LINE,
+    ClusterResult,
+    EndingSignals,
+    GracePeriods,
+    KernelKills,
+    TaskEnds,
+    TaskRestarts,
+    WorkerRange,
+    describe,
+    pause_after,
+)
 from keras_psplus.cluster.launcher.task_processes import TaskProcesses
-from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
-from keras_psplus.cluster.launcher.worker_range import WorkerRange
-from keras_psplus.cluster.monitor.job_record import JobRecord
-from keras_psplus.cluster.output.console import Console
-from keras_psplus.cluster.process.termination import GRACE_VARIABLE
+from keras_psplus.cluster.monitor.job import JobRecord
+from keras_psplus.cluster.process.signals import GRACE_VARIABLE
 from keras_psplus.cluster.process.warm import WarmPython
 
 _POLL = 0.05
@@ -349,3 +357,75 @@ class LocalCluster:
     def _log(self, text: str) -> None:
         if self._console is not None:
             self._console.note(f"keras-psplus: {text}")
+
+
+# Starts a job again when a task of it has failed, a number of times.
+
+
+def run(
+    make_cluster: Callable[[int], LocalCluster],
+    max_restarts: int,
+    timeout: float | None = None,
+    log: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ClusterResult:
+    """Runs a job until it ends well or its restarts are used up.
+
+    Every attempt is a new cluster. A job that fails soon after its start is started again after a
+    pause, which doubles with each such failure in a row. One that was ended by a signal or its
+    time-out, whose command line was wrong, or whose chief has ended well without the worker that
+    failed, is not started again.
+
+    Example:
+
+    ```python
+    result = restarts.run(
+        lambda restart: LocalCluster(command, workers=2, log_dir=folder, restart=restart),
+        max_restarts=3,
+    )
+    ```
+
+    Args:
+        make_cluster: Function of the number of restarts up to now that returns a `LocalCluster`.
+        max_restarts: How often the job may be started again, at least 0.
+        timeout: Seconds for all attempts together; None for no limit.
+        log: Function that takes a line of progress.
+        sleep: Function that waits for some seconds.
+
+    Returns:
+        The last attempt's `ClusterResult`.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    restart = quick = 0
+    while True:
+        began = time.monotonic()
+        with make_cluster(restart) as cluster:
+            result = cluster.wait(None if deadline is None else max(0.0, deadline - began))
+        # Of tasks that were started again by themselves, too.
+        restart += result.task_restarts
+        if not _can_be_restarted(result):
+            return result
+        if result.chief_has_ended_well:
+            log(f"{result.first_failure} has failed, but the chief has ended well: no restart")
+            return result
+        failed = f"{result.first_failure} has failed ({result.how_it_failed})"
+        if restart >= max_restarts:
+            if max_restarts:
+                log(f"{failed}; no restart of {max_restarts} is left")
+            return result
+        restart += 1
+        quick = quick + 1 if time.monotonic() - began < SHORT_SECONDS else 0
+        pause = pause_after(quick)
+        if deadline is not None:
+            pause = min(pause, max(0.0, deadline - time.monotonic()))
+        log(f"{failed}; restart {restart} of {max_restarts} begins in {pause:g} s")
+        sleep(pause)
+
+
+def _can_be_restarted(result: ClusterResult) -> bool:
+    return (
+        result.first_failure is not None
+        and result.signal is None
+        and not result.timed_out
+        and result.exit_code != WRONG_COMMAND_LINE
+    )

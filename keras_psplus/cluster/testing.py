@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.launcher.results import ClusterResult
+from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.processes import LocalCluster
 
 

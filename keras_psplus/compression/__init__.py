@@ -10,12 +10,12 @@ from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import Cast
 from keras_psplus.compression.error_feedback import ErrorFeedback, with_error_feedback
-from keras_psplus.compression.factors.low_rank import PowerSGD
-from keras_psplus.compression.factors.sufficient_factors import SufficientFactors
+from keras_psplus.compression.low_rank import PowerSGD
 from keras_psplus.compression.no_communication import NoCommunication
 from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.rows import RowCompressor
-from keras_psplus.compression.sparse.sparsify import RandomK, TopK
+from keras_psplus.compression.sparse import RandomK, TopK
+from keras_psplus.compression.sufficient_factors import SufficientFactors
 from keras_psplus.compression.wire import pack, unpack
 
 __all__ = [

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_psplus.compression.averaging import exchange_means
 
 if TYPE_CHECKING:
-    from keras_psplus.compression.factors.outer_products import OuterProduct
+    from keras_psplus.compression.outer_products import OuterProduct
 
 
 Payload: TypeAlias = tuple[tf.Tensor, ...]

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.arguments import flag, number, shown
+from keras_psplus.compression import outer_products
 from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.cast import saturating_cast
-from keras_psplus.compression.factors import outer_products
 
 # TensorFlow adds up this many tensors, and the residual, at once.
 _MOST_ADDED = 7

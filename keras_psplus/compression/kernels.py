@@ -13,7 +13,7 @@ from keras_psplus import native
 from keras_psplus.compression.base import Compressor, Payload, Shape, Step
 from keras_psplus.compression.error_feedback import ErrorFeedback
 from keras_psplus.compression.quantize import Int8, Sign
-from keras_psplus.compression.sparse.sparsify import TopK
+from keras_psplus.compression.sparse import TopK
 
 # What kernels know a format by.
 _CODES = {Int8: tf.int8, Sign: tf.int32}

@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import Variable, ops
 from keras_psplus.tables import local, row_variable
-from keras_psplus.updates.values import numbers_of
+from keras_psplus.updates.base import numbers_of
 
 if TYPE_CHECKING:
     import keras

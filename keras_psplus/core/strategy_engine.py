@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.callbacks import step_report
-from keras_psplus.cluster import roles
+from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.monitor import goodput, task_report
+from keras_psplus.core import plan
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
-from keras_psplus.core.base.background_writer import BackgroundWriter
 from keras_psplus.core.base.optimizers import optimizers_of
+from keras_psplus.core.base.threads import BackgroundWriter
 from keras_psplus.core.data import data_position
 from keras_psplus.core.jobs import epoch_times
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
-from keras_psplus.core.plan import plan_request
-from keras_psplus.core.state.worker_files import WorkerFiles
+from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.core.jobs.control import ControlPlane
-    from keras_psplus.core.state.worker_state import WorkerState
+    from keras_psplus.core.worker_state import WorkerState
 
 
 class StrategyEngine(Engine):
@@ -53,13 +53,13 @@ class StrategyEngine(Engine):
     @functools.cached_property
     def _is_evaluator(self) -> bool:
         # Read once: `train_on_batch` comes here at each step.
-        return roles.is_evaluator()
+        return find.is_evaluator()
 
     @answers("fit", "train_on_batch")
     def _train(self, call: Call) -> Any:
         if self._is_evaluator:
-            roles.refuse_training(call.name)
-        plan_request.before_training(self.strategy, call)
+            find.refuse_training(call.name)
+        plan.before_training(self.strategy, call)
         if call.name != "fit":
             return call.proceed()
         self.backup_writer.wait()

@@ -10,18 +10,19 @@ positions, forbid it; so do maps that keep state from one element to the next.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.datasets.map_functions import objection
 from keras_psplus.keras_internals.keras_parts import is_class_weight_map
 from keras_psplus.tf_internals import (
     batch_op,
     data_cardinality,
     dataset_ops,
+    graph_pb2,
     map_op,
+    op_def_registry,
     prefetch_op,
     repeat_op,
     shard_op,
@@ -29,6 +30,111 @@ from keras_psplus.tf_internals import (
     take_op,
 )
 from keras_psplus.tf_internals import data_structure as structure
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+# The graph of a `tf.data.Dataset`: its stages, and the constants that they are made with.
+
+
+def graph_of(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
+    """Writes a dataset out as a `GraphDef`.
+
+    Raises:
+        tf.errors.OpError: If the dataset cannot be written out.
+        ValueError: If it is larger than a `GraphDef` can be.
+    """
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    serialized = dataset._as_serialized_graph(external_state_policy=policy).numpy()
+    return graph_pb2.GraphDef.FromString(serialized)
+
+
+def scopes(graph: graph_pb2.GraphDef) -> list[Any]:
+    """Lists of nodes of a `GraphDef`: the graph's, and each function's."""
+    return [graph.node, *(function.node_def for function in graph.library.function)]
+
+
+def constant_value(node: Any) -> np.ndarray:
+    """The value of a `Const` node as a NumPy array."""
+    return tf.make_ndarray(node.attr["value"].tensor)
+
+
+def reads_service(node: Any) -> bool:
+    """Whether a node reads from the tf.data service."""
+    return node.op.startswith("DataServiceDataset")
+
+
+def has_stage(dataset: tf.data.Dataset, names: Sequence[str]) -> bool:
+    """Whether the class name of a dataset, or of its inputs, contains a text."""
+    if any(name in type(dataset).__name__ for name in names):
+        return True
+    return any(has_stage(below, names) for below in dataset._inputs())
+
+
+# Checks of `Dataset.map` functions: whether one may be run on some elements only.
+#
+# It may, if its result for an element depends on that element alone. The operations in its graph
+# show it: stateful operations are registered as such.
+
+
+# They have state, and nothing that they return depends on how often they have run.
+_READ_ONLY = {
+    "Assert",
+    "LookupTableFindV2",
+    "LookupTableSizeV2",
+    "Print",
+    "PrintV2",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+}
+# They have the state of the functions that they call, which are looked at as well.
+_CALLS = {"Case", "If", "StatefulPartitionedCall", "While"}
+_CHANGES = re.compile(
+    r"Assign|Resource(Scatter|Apply)|Rng|Stateful|LookupTable(Insert|Remove|Import)|.*Queue|.*Stack"
+)
+_PYTHON = {"EagerPyFunc", "PyFunc"}
+
+
+def objection(function: Any, is_trusted: bool) -> str | None:
+    """Says why a function must see all elements, in their order.
+
+    Args:
+        function: `ConcreteFunction` of a map.
+        is_trusted: Whether the script has said that its maps keep nothing from one element to the
+            next; it is believed where the graph does not show the contrary.
+
+    Returns:
+        What the map does, or None if the function may be run on some elements only.
+    """
+    graph = function.graph.as_graph_def()
+    functions = {function.signature.name for function in graph.library.function}
+    for nodes in scopes(graph):
+        for node in nodes:
+            found = _objection_to_operation(node, functions, is_trusted)
+            if found:
+                return found
+    return None
+
+
+def _objection_to_operation(node: Any, functions: set[str], is_trusted: bool) -> str | None:
+    if node.op in _READ_ONLY or node.op in _CALLS or node.op in functions:
+        return None
+    definition = op_def_registry.get(node.op)
+    if definition is not None and not definition.is_stateful:
+        return None
+    if "seed" in node.attr and "seed2" in node.attr:
+        # Without seeds, one process would draw others at its next start.
+        is_seeded = node.attr["seed"].i or node.attr["seed2"].i
+        return f"draws random numbers from a seed ({node.op})" if is_seeded else None
+    if _CHANGES.match(node.op):
+        return f"changes a state ({node.op})"
+    if is_trusted:
+        return None
+    what = "runs Python code" if node.op in _PYTHON else "may keep a state"
+    return f"{what} ({node.op}), and AutoShardPolicy.DATA does not say that it keeps none"
+
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.cluster.environment import RESTART_VARIABLE
-from keras_psplus.datasets.graph import constant_value, graph_of, has_stage, reads_service, scopes
+from keras_psplus.datasets.rows_before_maps import (
+    constant_value,
+    graph_of,
+    has_stage,
+    reads_service,
+    scopes,
+)
 from keras_psplus.log import warn_once
 from keras_psplus.tf_internals import data_service_pb2
 

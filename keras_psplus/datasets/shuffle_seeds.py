@@ -11,7 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.datasets.graph import constant_value, graph_of, has_stage, reads_service, scopes
+from keras_psplus.datasets.rows_before_maps import (
+    constant_value,
+    graph_of,
+    has_stage,
+    reads_service,
+    scopes,
+)
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import dataset_ops, types_pb2
 

@@ -4,8 +4,7 @@ import dataclasses
 
 from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.tables.placement import TablePlacer
-from keras_psplus.hybrid.tables.registry import Tables
+from keras_psplus.hybrid.tables.placement import TablePlacer, Tables
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,15 +12,14 @@ import tensorflow as tf
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.batch import duplicate_rows
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
-from keras_psplus.hybrid.tables.barrier import Barrier
 from keras_psplus.hybrid.tables.dynamic import DynamicVariable
+from keras_psplus.hybrid.tables.embeddings import TableVariable
+from keras_psplus.hybrid.tables.prefetch import Barrier, RowsAhead, current_replica
 from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches
-from keras_psplus.hybrid.tables.rows_ahead import RowsAhead, current_replica
 from keras_psplus.hybrid.tables.table import Table
-from keras_psplus.hybrid.tables.variable import TableVariable
 from keras_psplus.tables.rows.row_optimizer import scalars_of
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops

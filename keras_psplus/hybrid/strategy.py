@@ -17,16 +17,16 @@ from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
-from keras_psplus.cluster import config, roles
+from keras_psplus.cluster import config
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
 from keras_psplus.cluster.startup.local_address import listen_on_own_address
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.compression import Compressor
-from keras_psplus.files import shard_files
+from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid import stalls
 from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.engine import HybridEngine
@@ -34,14 +34,14 @@ from keras_psplus.hybrid.extended import HybridExtended
 from keras_psplus.hybrid.files.recovery import Recovery
 from keras_psplus.hybrid.files.server_tables import ServerTables
 from keras_psplus.hybrid.files.table_saving import TableSaving
-from keras_psplus.hybrid.rows.row_codec import RowCodec, compressor_for_rows
-from keras_psplus.hybrid.rpc import names
+from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
+from keras_psplus.hybrid.rpc import calls
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.server import serve
+from keras_psplus.hybrid.server import table_server
 from keras_psplus.hybrid.tables import placement as placement_module
 from keras_psplus.hybrid.tables import prefetch as prefetch_module
-from keras_psplus.hybrid.tables.registry import Tables
-from keras_psplus.tables.cache import Cache
+from keras_psplus.hybrid.tables.placement import Tables
+from keras_psplus.tables.policies import Cache
 from keras_psplus.updates import Updates
 
 # For which a server that cannot be reached is called again before the job counts as lost.
@@ -164,8 +164,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 "servers: workers that step alone would share them all the same. "
                 f"Received: updates={updates!r}"
             )
-        task = discovery.find_task_config()
-        roles.refuse_evaluator("HybridStrategy", task)
+        task = find.find_task_config()
+        find.refuse_evaluator("HybridStrategy", task)
         # Also in `ps` tasks, which would wait for workers that have refused it.
         workers = workers_of(task)
         groups = topology_module.get(topology, workers)
@@ -185,10 +185,10 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
             "reads_ahead": self._prefetch,
         }
         if task is not None:
-            secret = Secret(names.token_of(task, job_token))
+            secret = Secret(calls.token_of(task, job_token))
             agreed = json.dumps([sync, prefetch, repr(pull), repr(push), task.cluster])
             if task.task_type == "ps":
-                is_free = tables_dir is None and names.is_secret(job_token)
+                is_free = tables_dir is None and calls.is_secret(job_token)
                 folders = None if is_free else [shard_files.full_path(tables_dir or os.getcwd())]
                 _serve_and_exit(
                     task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
@@ -323,5 +323,5 @@ def _serve_and_exit(
         "keeps_undo_log": sync and prefetch,
     }
     cluster_serve.end_process_after(
-        lambda: serve.serve(task, secret, options, agreed, startup_timeout, folders)
+        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
     )

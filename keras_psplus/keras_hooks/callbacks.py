@@ -3,8 +3,7 @@
 import keras
 
 from keras_psplus.core.data import epochs
-from keras_psplus.keras_hooks.finders import of_callback, of_model
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, of_callback, of_model
 from keras_psplus.keras_internals.keras_parts import (
     backup_and_restore,
     callback_list,

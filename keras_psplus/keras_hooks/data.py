@@ -1,8 +1,7 @@
 """Data: the iterator over epochs, and how many steps an epoch has."""
 
 from keras_psplus.core.data import epochs
-from keras_psplus.keras_hooks.finders import engine_of, of_holder
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, engine_of, of_holder
 from keras_psplus.keras_internals.keras_parts import epoch_iterator, tf_trainer
 
 HOOKS = (

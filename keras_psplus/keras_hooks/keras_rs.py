@@ -10,11 +10,10 @@ from typing import Any
 
 import keras
 
-from keras_psplus.core.base.keras_rs_placement import KerasRSPlacement
+from keras_psplus.core.base.checks import KerasRSPlacement
 from keras_psplus.engine import Call
 from keras_psplus.keras_hooks.hook import Hook
-from keras_psplus.layers.dynamic_embedding import DynamicEmbedding
-from keras_psplus.layers.feature_lookup import FeatureLookup
+from keras_psplus.layers.dynamic_embedding import DynamicEmbedding, FeatureLookup
 from keras_psplus.log import logger
 
 

@@ -2,9 +2,8 @@
 
 import keras
 
-from keras_psplus.core.batch import masked_moments
-from keras_psplus.keras_hooks.finders import of_holder, of_layer_call, of_scope, of_step
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.core.batch import losses
+from keras_psplus.keras_hooks.hook import Hook, of_holder, of_layer_call, of_scope, of_step
 from keras_psplus.keras_internals.keras_parts import layers
 from keras_psplus.tf_internals import distribute_lib
 
@@ -57,7 +56,7 @@ HOOKS: tuple[Hook, ...] = (
         "_moments",
         ["self", "inputs", "mask"],
         of_step,
-        masked_moments.moments,
+        losses.moments,
         "synchronised statistics are of all replicas also where there is a mask",
     ),
     Hook(

@@ -10,8 +10,7 @@ then the gradient of the mean over the global batch.
 import tensorflow as tf
 
 from keras_psplus.core.batch import losses
-from keras_psplus.keras_hooks.finders import of_step
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, of_step
 from keras_psplus.keras_internals.keras_parts import (
     loss_module,
     metrics,

@@ -10,13 +10,13 @@ from typing import Any
 import keras
 
 from keras_psplus.core import gradient_path
-from keras_psplus.keras_hooks.finders import (
+from keras_psplus.keras_hooks.hook import (
+    Hook,
     of_applied,
     of_handed_over,
     of_optimizer,
     of_variables,
 )
-from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.keras_internals.keras_parts import (
     base_optimizer,
     loss_scale_optimizer,

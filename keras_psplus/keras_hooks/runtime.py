@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from keras_psplus import tracebacks
-from keras_psplus.cluster.process.exit_code import EXITS
+from keras_psplus.cluster.process.signals import EXITS
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.tf_internals import context, distributed_values, func_graph, resource_variable_ops
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from keras_psplus.core.models import model_saving
-from keras_psplus.keras_hooks.finders import of_archive, of_exported, of_holder, of_scope
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, of_archive, of_exported, of_holder, of_scope
 from keras_psplus.keras_internals.keras_parts import (
     ExportArchive,
     io_utils,

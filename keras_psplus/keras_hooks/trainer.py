@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from keras_psplus.core.models import outside_models
+from keras_psplus.core.models import live
 from keras_psplus.engine import Call
-from keras_psplus.keras_hooks.finders import engine_of, of_loading, of_model
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, engine_of, of_loading, of_model
 from keras_psplus.keras_internals.keras_parts import (
     BaseTrainer,
     TensorFlowTrainer,
@@ -34,7 +33,7 @@ HOOKS = (
         "compile_from_config",
         ["self", "config"],
         of_loading,
-        outside_models.load,
+        live.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(
@@ -42,7 +41,7 @@ HOOKS = (
         "load_model_from_hdf5",
         ["filepath"],
         of_loading,
-        outside_models.load,
+        live.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(

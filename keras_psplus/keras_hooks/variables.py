@@ -6,8 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.engine import Call, Engine
-from keras_psplus.keras_hooks.finders import of_scope, of_step, of_variable
-from keras_psplus.keras_hooks.hook import Hook
+from keras_psplus.keras_hooks.hook import Hook, of_scope, of_step, of_variable
 from keras_psplus.keras_internals.keras_parts import Variable, numpy_module, seed_generator
 
 

@@ -12,11 +12,11 @@ from keras_psplus import activation
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.engine import Call, Engine
 from keras_psplus.layers import combiners
-from keras_psplus.tables import initial_rows, policies
-from keras_psplus.tables.cache import check_cache
-from keras_psplus.tables.initial_rows import ZEROS
-from keras_psplus.tables.keys import to_keys
+from keras_psplus.tables import keys as initial_rows
+from keras_psplus.tables import policies
+from keras_psplus.tables.keys import ZEROS, to_keys
 from keras_psplus.tables.local import LocalTable
+from keras_psplus.tables.policies import check_cache
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
 from keras_psplus.tables.snapshot import Snapshot
 
@@ -245,3 +245,57 @@ class DynamicEmbedding(keras.layers.Layer):
             "default": self.default,
             "cache": self._cache,
         }
+
+
+# A dynamic table as one of KerasRS's.
+
+
+class FeatureLookup(keras.layers.Layer):
+    """Looks a feature up as `keras_rs.layers.EmbedReduce` does.
+
+    Args:
+        table: `DynamicEmbedding` with a combiner, which one id of an example has no use for.
+    """
+
+    def __init__(self, table: DynamicEmbedding) -> None:
+        super().__init__(name=table.name)
+        self.table = table
+        # Ids are no features, which Keras would cast.
+        self._convert_input_args = False
+        self._allow_non_tensor_positional_args = True
+        self.supports_jit = False
+
+    def build(self, input_shape: Any = None) -> None:
+        """Makes the table.
+
+        Args:
+            input_shape: Shape of the ids, whatever it is.
+        """
+        if not self.table.built:
+            self.table.build(input_shape)
+        self.built = True
+
+    def call(self, ids: Any, weights: Any = None, training: bool | None = False) -> Any:
+        """Looks rows up, and combines those of each example.
+
+        Args:
+            ids: Dense vector of ids, or dense, ragged or sparse matrix.
+            weights: As for `DynamicEmbedding`.
+            training: Whether a step trains with them.
+        """
+        if ids.shape.rank == 1:
+            ids = tf.convert_to_tensor(ids)[:, tf.newaxis]
+            weights = None if weights is None else tf.convert_to_tensor(weights)[:, tf.newaxis]
+        return self.table(ids, weights, training=training)
+
+    @property
+    def embeddings(self) -> Any:
+        """KerasRS's `get_embedding_tables` asks for a matrix, which there is none of.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"The rows of '{self.name}' have keys, and are no matrix. Read them of the table, a "
+            f"DynamicEmbedding, by its `keys` and by calling it. Received: '{self.name}'"
+        )

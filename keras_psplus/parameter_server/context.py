@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import keras
 
-    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.cluster.monitor.stalls import Progress
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.modes import Mode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.sync.automatic import OverlapChoice
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
-    from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
+    from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
 
 @dataclasses.dataclass(eq=False)

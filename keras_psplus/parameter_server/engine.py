@@ -22,26 +22,24 @@ from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
-from keras_psplus.parameter_server import reports, train_function
+from keras_psplus.parameter_server import chief_data, modes, predict_function, worker_updates
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.data import chief_data
-from keras_psplus.parameter_server.data.worker_data import WorkerDataset
 from keras_psplus.parameter_server.predict_function import PredictFunction
 from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.state.worker_state import WorkerStates
-from keras_psplus.parameter_server.steps.model_steps import ServedFunction
+from keras_psplus.parameter_server.state import WorkerStates
 from keras_psplus.parameter_server.steps.runner import StepRunner
+from keras_psplus.parameter_server.steps.step_functions import ServedFunction
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.tracing import local_copies, traffic
-from keras_psplus.parameter_server.tracing.local_copies import applying_sums_flag
+from keras_psplus.parameter_server.tracing import traffic, worker_function
 from keras_psplus.parameter_server.tracing.worker_function import (
     ClosureVariable,
+    applying_sums_flag,
     current_trace,
     is_on_ps,
 )
-from keras_psplus.parameter_server.transport import dynamic_table, server_side
+from keras_psplus.parameter_server.transport import aggregation, dynamic_table
 from keras_psplus.parameter_server.transport.reads import parts_of
-from keras_psplus.parameter_server.updates import worker_updates
+from keras_psplus.parameter_server.worker_data import WorkerDataset
 from keras_psplus.tables import local
 from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.updates import Accumulate
@@ -103,7 +101,7 @@ class ParameterServerEngine(DistributedEngine):
     @answers("make_function")
     def _make_function(self, call: Call) -> StepRunner:
         model, step = call.owner, call.get("step_function")
-        return train_function.make(model, self._context, step, step == model.train_step)
+        return predict_function.make(model, self._context, step, step == model.train_step)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:
@@ -217,7 +215,7 @@ class ParameterServerEngine(DistributedEngine):
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
             shape = shape_to_be(variable, value)
-            kind = reports.kind_of(variable, shape, self._context.mode.is_sync)
+            kind = modes.kind_of(variable, shape, self._context.mode.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
                 return call.proceed()
         finally:
@@ -296,7 +294,7 @@ class ParameterServerEngine(DistributedEngine):
             return step.hand_over(optimizer, list(grads), list(known))
         if inner is not optimizer or not tf.distribute.get_replica_context():
             return call.proceed()
-        return server_side.apply_and_constrain(strategy, known, call.proceed)
+        return aggregation.apply_and_constrain(strategy, known, call.proceed)
 
     @property
     def _is_on_worker(self) -> bool:
@@ -324,7 +322,7 @@ class ParameterServerEngine(DistributedEngine):
 
     def clip(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         if applying_sums_flag:
-            return server_side.clip(optimizer, grads)
+            return aggregation.clip(optimizer, grads)
         return super().clip(optimizer, grads, variables)
 
     def update(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
@@ -336,13 +334,13 @@ class ParameterServerEngine(DistributedEngine):
     ) -> list[tuple[Any, Any]]:
         # On the chief, which keeps nothing; the sums of a step, which are there already; or to a
         # worker's own copies.
-        if tf.executing_eagerly() or applying_sums_flag or local_copies.handles() is not None:
+        if tf.executing_eagerly() or applying_sums_flag or worker_function.handles() is not None:
             left = local.update(optimizer, grads, variables, optimizer.learning_rate)
             return super().push(optimizer, *left)
         return dynamic_table.keep(optimizer, self._context.push(optimizer, grads, variables))
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        server_side.average(self.strategy, optimizer, variables)
+        aggregation.average(self.strategy, optimizer, variables)
 
     # Callbacks and saving.
 

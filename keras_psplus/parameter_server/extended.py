@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_value import ThreadValue
-from keras_psplus.parameter_server.placement import shard_sizes
-from keras_psplus.parameter_server.placement.balance import Placement, Shard
-from keras_psplus.parameter_server.state import worker_tables
-from keras_psplus.parameter_server.state.worker_state import WorkerStates
+from keras_psplus.core.base.threads import ThreadValue
+from keras_psplus.parameter_server import placement, state
+from keras_psplus.parameter_server.placement import Placement, Shard
+from keras_psplus.parameter_server.state import WorkerStates
 from keras_psplus.parameter_server.tracing.remote import CHIEF
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, is_on_ps
 from keras_psplus.parameter_server.transport.pulls import PulledVariable, updating_device
@@ -30,7 +29,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.transport.compressors import Compressors
+    from keras_psplus.parameter_server.transport.reads import Compressors
 
 _Creator: TypeAlias = Callable[..., tf.Variable]
 # The end of the path of an `Embedding`'s weights.
@@ -93,7 +92,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # TensorFlow's starts its coordinator, with threads of its own, for tables alone.
         if (strategy := self._container_strategy())._cluster_coordinator is not None:
             return super()._resource_creator_scope()
-        return [worker_tables.creator_scope(strategy)]
+        return [state.creator_scope(strategy)]
 
     def _set_num_gpus(self) -> None:
         gpus, cpus = (
@@ -176,25 +175,25 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         if "colocate_with" in kwargs or initial_value is None:
             return None
         is_of_checkpoint = hasattr(initial_value, "checkpoint_position")
-        shape, dtype = shard_sizes.form_of(kwargs, shape)
+        shape, dtype = placement.form_of(kwargs, shape)
         if self._cuts_evenly and shape is None and callable(initial_value) and not is_of_checkpoint:
             # The script's own variable, whose shape nobody has said.
             with ops.device(CHIEF):
                 kwargs["initial_value"] = initial_value()
-            shape, dtype = shard_sizes.form_of(kwargs, None)
+            shape, dtype = placement.form_of(kwargs, None)
         if shape is None or shape.rank == 0:
             return None
         is_trained = kwargs.get("trainable") is not False
         if self._cuts_evenly:
             path, *_ = self._creating() or ("",)
             return self.placement.cut(shape, dtype, is_trained, path.endswith(_TABLE))
-        if is_of_checkpoint or shard_sizes.size_of(shape, dtype) <= shard_sizes.LARGE_BYTES:
+        if is_of_checkpoint or placement.size_of(shape, dtype) <= placement.LARGE_BYTES:
             return None
         # TensorFlow would send it whole.
         partitioner, count = self._variable_partitioner, 1
         if partitioner is not None:
             count = partitioner(shape=shape, dtype=tf.as_dtype(dtype))[0]
-        offsets = shard_sizes.offsets_of(shape, dtype, count, keeps_whole=True)
+        offsets = placement.offsets_of(shape, dtype, count, keeps_whole=True)
         return [Shard(None, first, end) for first, end in zip(offsets, offsets[1:])]
 
     def _create_in_shards(
@@ -269,7 +268,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # them on another.
         is_trained = kwargs.get("trainable") is not False
         if ps is None:
-            ps = self.placement.least_loaded(shard_sizes.size_if_known(kwargs), is_trained)
+            ps = self.placement.least_loaded(placement.size_if_known(kwargs), is_trained)
         with ops.colocate_with(None, ignore_existing=True):
             with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
                 variable = next_creator(**kwargs)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.batch import batches
 from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
+from keras_psplus.parameter_server import worker_updates
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.scheduling.closures import Closure
-from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
-from keras_psplus.parameter_server.steps.model_steps import compiled_step, tensors, weights
-from keras_psplus.parameter_server.steps.runner import describe
-from keras_psplus.parameter_server.steps.step_functions import StepFunctions
+from keras_psplus.parameter_server.scheduling.queue import Closure
+from keras_psplus.parameter_server.steps.logs import ClosureTotals, are_same
+from keras_psplus.parameter_server.steps.runner import StepRunner, describe
+from keras_psplus.parameter_server.steps.step_functions import (
+    StepFunctions,
+    compiled_step,
+    tensors,
+    weights,
+)
+from keras_psplus.parameter_server.sync.sync_steps import SyncRunner
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.tf_internals import tensor_conversion_registry
 
@@ -95,3 +103,26 @@ class _Awaited:
 tensor_conversion_registry.register_tensor_conversion_function(
     _Awaited, lambda value, dtype=None, name=None, as_ref=False: value._tensor()
 )
+
+
+# `fit` and `evaluate` under `ParameterServerStrategy`: steps go to the workers.
+
+
+def make(
+    model: keras.Model, context: StepContext, step_function: Callable[..., Any], is_training: bool
+) -> StepRunner:
+    """A train or test function whose steps run on the workers."""
+    compiled = compiled_step(context.engine, model, step_function)
+    step = _knowing_rows(model._autoconvert_optionals(compiled))
+    if is_training:
+        step = context.updating.wrap(model, step)
+    kind = SyncRunner if is_training and context.mode.is_sync else StepRunner
+    return kind(context, model, step, is_training)
+
+
+def _knowing_rows(step: Callable[..., Any]) -> Callable[..., Any]:
+    def step_on(batch: Any) -> Any:
+        with worker_updates.batch_rows.being(batches.rows_of(batch)):
+            return step(batch)
+
+    return step_on

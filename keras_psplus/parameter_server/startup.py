@@ -8,16 +8,16 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, roles
+from keras_psplus.cluster import config
 from keras_psplus.cluster.channel.sessions import RefusedError
-from keras_psplus.cluster.discovery import discovery, resolvers
+from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import tuning
-from keras_psplus.cluster.serving import control, serve, shutdown
+from keras_psplus.cluster.serving import claims, serve
 from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
-from keras_psplus.core.jobs import job_failure
+from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling import connecting, membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
@@ -71,14 +71,14 @@ def join_cluster(
 
 def read_task() -> config.TaskConfig:
     """Reads `TF_CONFIG`; raises `ClusterConfigError` if it is not a cluster of this kind."""
-    task = discovery.find_task_config()
+    task = find.find_task_config()
     if task is None:
         raise config.ClusterConfigError(
             "ParameterServerStrategy needs a cluster with a chief, workers and ps tasks: set "
             "TF_CONFIG, or start the script by `keras-psplus run --workers 2 --ps 1`. "
             f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
         )
-    roles.refuse_evaluator("ParameterServerStrategy", task)
+    find.refuse_evaluator("ParameterServerStrategy", task)
     for job in ("chief", "worker", "ps"):
         if job not in task.cluster:
             raise config.ClusterConfigError(
@@ -112,8 +112,8 @@ class Servers:
         self._lease.claim_all(but=names)
         connecting.connect(spec, protocol, absent)
         if task is not None:
-            job_failure.install_exit_hook()
-            self.notifier = shutdown.ShutdownNotifier(self._lease.servers, but=names)
+            failure.install_exit_hook()
+            self.notifier = serve.ShutdownNotifier(self._lease.servers, but=names)
 
     def admit(self, name: str, is_expected: bool = True) -> None:
         """Claims a worker that has come; raises ClusterStartupError if it is not ours.
@@ -128,7 +128,7 @@ class Servers:
         answer = "no answer"
         if is_claimed:
             try:
-                theirs = control.ask(address, "versions", {})
+                theirs = claims.ask(address, "versions", {})
             except (OSError, RefusedError) as error:
                 # Also one of a version that knows no such question.
                 answer = str(error) or type(error).__name__

@@ -13,27 +13,26 @@ from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.monitor.stalls import Progress
 from keras_psplus.communication import Communication
+from keras_psplus.core import plan
 from keras_psplus.core.base import checks
-from keras_psplus.core.models import live_strategies
-from keras_psplus.core.plan import plan_request
+from keras_psplus.core.models import live
 from keras_psplus.core.strategy_base import StrategyBase
-from keras_psplus.parameter_server import modes, startup
+from keras_psplus.parameter_server import modes, placement, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.placement import balance
+from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
 from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.scheduling.failure import StallProbe
 from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.scheduling.stalls import StallProbe
 from keras_psplus.parameter_server.sync.automatic import OverlapChoice
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
-from keras_psplus.parameter_server.transport.compressors import Compressors
-from keras_psplus.parameter_server.updates.local_sgd_updates import LocalSGDUpdates
-from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
+from keras_psplus.parameter_server.transport.reads import Compressors
+from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
 if TYPE_CHECKING:
     import keras
@@ -114,7 +113,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A plan is made without a cluster.
-        return plan_request.stand_in() or super().__new__(cls)
+        return plan.stand_in() or super().__new__(cls)
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
-        balance.check_partitioner(variable_partitioner)
+        placement.check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
         self._mode = modes.check_mode(mode, backup_workers, max_staleness)
@@ -153,7 +152,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
-        weights = balance.weights_of(spec.get("ps", ["ps"]))
+        weights = placement.weights_of(spec.get("ps", ["ps"]))
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
@@ -221,7 +220,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         )
         kind: Any = LocalSGDUpdates if updates is not None and updates.local else WorkerUpdates
         self._context.updating = kind(self._context, updates)
-        live_strategies.note(self, in_cluster=self._task is not None)
+        live.note(self, in_cluster=self._task is not None)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:

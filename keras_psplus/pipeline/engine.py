@@ -15,11 +15,11 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.models.building import lifted
-from keras_psplus.core.state.worker_state import WorkerState
+from keras_psplus.core.worker_state import WorkerState
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.pipeline import failure
-from keras_psplus.pipeline.base import rows, schedule
+from keras_psplus.pipeline.base import microbatches, schedule
 from keras_psplus.pipeline.context import PipelineContext
 from keras_psplus.pipeline.split import costs
 from keras_psplus.pipeline.step import train_step
@@ -146,7 +146,7 @@ class PipelineEngine(DistributedEngine):
         dataset = iterator.data_adapter.get_tf_dataset()
         iterator._distributed_dataset = iterator_release.Dataset(dataset)
         iterator.batch_spec = dataset.element_spec
-        iterator.batch_rows = rows.rows_of_data(iterator.data_adapter, dataset)
+        iterator.batch_rows = microbatches.rows_of_data(iterator.data_adapter, dataset)
 
     # Variables and layers.
 

@@ -4,10 +4,10 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config, roles
-from keras_psplus.cluster.discovery import discovery
+from keras_psplus.cluster import config
+from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.serving import serve
-from keras_psplus.core.plan import plan_request
+from keras_psplus.core import plan
 
 
 def read_task() -> config.TaskConfig | None:
@@ -16,10 +16,10 @@ def read_task() -> config.TaskConfig | None:
     Raises:
         ClusterConfigError: If it is not a cluster of a chief and workers.
     """
-    task = discovery.find_task_config()
+    task = find.find_task_config()
     if task is None:
         return None
-    roles.refuse_evaluator("PipelineStrategy", task)
+    find.refuse_evaluator("PipelineStrategy", task)
     for job in ("chief", "worker"):
         if job not in task.cluster:
             raise config.ClusterConfigError(
@@ -45,7 +45,7 @@ def local_devices() -> list[str]:
 
     For a plan without training, its CPU as often as there are to be stages.
     """
-    request = plan_request.read()
+    request = plan.read()
     if request is not None and request.stages is not None:
         return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")

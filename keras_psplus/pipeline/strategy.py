@@ -6,33 +6,151 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, compression
 from keras_psplus.arguments import flag, seconds, whole_number
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.monitor.stalls import Progress
 from keras_psplus.cluster.process import tuning
-from keras_psplus.cluster.serving import shutdown
+from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
-from keras_psplus.compression import Compressor
-from keras_psplus.core.jobs import job_failure
-from keras_psplus.core.models import live_strategies
-from keras_psplus.core.plan import plan_request
+from keras_psplus.compression import Compressor, methods
+from keras_psplus.core import plan
+from keras_psplus.core.jobs import failure
+from keras_psplus.core.models import live
 from keras_psplus.core.strategy_base import StrategyBase
-from keras_psplus.pipeline import arguments, startup
+from keras_psplus.pipeline import startup
+from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.context import PipelineContext
 from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
-from keras_psplus.pipeline.replicas.copies import Copies
+from keras_psplus.pipeline.failure import StallProbe, Watch
+from keras_psplus.pipeline.replicas import Copies
 from keras_psplus.pipeline.split.splitter import Splitter
 from keras_psplus.pipeline.split.variables import Variables
-from keras_psplus.pipeline.stalls import StallProbe, Watch
 from keras_psplus.pipeline.step.stage_times import StageTimes
-from keras_psplus.pipeline.wire.traffic import PipelineTraffic
+from keras_psplus.pipeline.traffic import PipelineTraffic
+
+# Checks of `PipelineStrategy`'s own arguments.
+
+
+_FOR_ACTIVATIONS = (
+    'None, "bf16", "fp16", "int8", `Cast`, `Int8`, or a compressor of your own with '
+    "`supports_values = True`"
+)
+
+_FOR_GRADIENTS = (
+    'None, "bf16", "fp16", `Cast` without `error_feedback`, or a dict from patterns of variables\' '
+    "paths to these"
+)
+
+
+def check_stages(stages: Any) -> list[list[str]] | None:
+    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(stages, str) and stages in ("auto", "flops"):
+        return None
+    is_list = isinstance(stages, (list, tuple)) and len(stages) > 0
+    lists = [[one] if isinstance(one, str) else one for one in stages] if is_list else []
+    fits = is_list and all(
+        isinstance(one, (list, tuple)) and one and all(isinstance(p, str) and p for p in one)
+        for one in lists
+    )
+    if not fits:
+        raise ValueError(
+            '`stages` must be "auto", "flops", or a list with a list of patterns of layer names '
+            'for each stage, such as [["embedding", "block_0*"], ["block_1*", "head"]]. '
+            f"Received: {stages!r}"
+        )
+    return [list(one) for one in lists]
+
+
+def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
+    """Sees that there is a worker or a device for each stage of each pipeline.
+
+    Args:
+        patterns: What `check_stages` has returned.
+        count: Number of workers or devices.
+
+    Raises:
+        ValueError: If there is not.
+    """
+    if count % pipelines:
+        few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
+        fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"
+        raise ValueError(
+            f"{count} workers or devices cannot be divided over {pipelines} pipelines, each of "
+            f"which has as many stages: start {fitting}, or pass another `pipelines`. "
+            f"Received: pipelines={pipelines}"
+        )
+    if patterns is not None and len(patterns) * pipelines != count:
+        of_each = f" of each of the {pipelines} pipelines" if pipelines > 1 else ""
+        raise ValueError(
+            f"`stages` describes {len(patterns)} stages, and there are {count} workers or devices: "
+            f"one is needed for each stage{of_each}. Received: stages={patterns}"
+        )
+
+
+def check_schedule(given: Any, pipelines: int) -> str:
+    """Returns the name of a schedule.
+
+    Raises:
+        ValueError: If there is no such one, or it does not go with several pipelines.
+    """
+    if not isinstance(given, str) or given not in schedule.NAMES:
+        names = ", ".join(f'"{name}"' for name in schedule.NAMES)
+        raise ValueError(f"`schedule` must be one of {names}. Received: schedule={given!r}")
+    if given == schedule.PIPEDREAM and pipelines > 1:
+        raise ValueError(
+            '`schedule="pipedream"` has one pipeline, as the weights of two batches that are under '
+            'way differ. Pass `schedule="1f1b"` for several pipelines. '
+            f"Received: schedule={given!r}, pipelines={pipelines}"
+        )
+    return given
+
+
+def check_gradient_compression(given: Any, pipelines: int) -> compression.Compressor | None:
+    """Returns the compressor of gradients between pipelines, or None.
+
+    Raises:
+        ValueError: If it is no cast, or if there is one pipeline.
+    """
+    compressor = compression.get(given, allowed=_FOR_GRADIENTS)
+    if compressor is not None and pipelines == 1:
+        raise ValueError(
+            "`compression` is for gradients that pipelines send each other, and there is one "
+            "pipeline. Pass `pipelines=2` or more, or `activation_compression` for what stages "
+            f"send each other. Received: compression={given!r}, pipelines=1"
+        )
+    for one in methods.each(compressor):
+        if not isinstance(one, compression.Cast) or one.error_feedback:
+            raise ValueError(
+                "`compression` casts the gradients that pipelines send each other, which leave no "
+                f"residuals: it must be {_FOR_GRADIENTS}. Received: compression={one!r}"
+            )
+    return compressor
+
+
+def check_compression(given: Any) -> compression.Compressor | None:
+    """Returns the compressor of activations, or None.
+
+    Raises:
+        ValueError: If it is none, or does not keep every element nearly as it is.
+    """
+    compressor = compression.get(given, "activation_compression", _FOR_ACTIVATIONS)
+    if compressor is not None and not getattr(compressor, "supports_values", False):
+        raise ValueError(
+            "`activation_compression` must keep every element of an activation nearly as it is: "
+            f"{_FOR_ACTIVATIONS}. Received: activation_compression={given!r}"
+        )
+    return compressor
 
 
 class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
@@ -124,28 +242,28 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         stall_warning: float | None = 60.0,
     ) -> None:
         activation.activate()
-        microbatches, schedule = plan_request.override(microbatches, schedule)
+        microbatches, schedule = plan.override(microbatches, schedule)
         self._microbatches = whole_number("microbatches", microbatches, 1)
         pipelines = whole_number("pipelines", pipelines, 1)
-        patterns = arguments.check_stages(stages)
-        self._schedule = arguments.check_schedule(schedule, pipelines)
+        patterns = check_stages(stages)
+        self._schedule = check_schedule(schedule, pipelines)
         if pipelines > 1:
             (compression,) = launch_flags.fill(type(self).__name__, compression=compression)
         else:
             launch_flags.fill(type(self).__name__)
         self._recompute = flag("recompute", recompute)
-        self._compression = arguments.check_gradient_compression(compression, pipelines)
-        self._activation_compression = arguments.check_compression(activation_compression)
+        self._compression = check_gradient_compression(compression, pipelines)
+        self._activation_compression = check_compression(activation_compression)
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
         self._task = startup.read_task()
-        self._chief: shutdown.ShutdownNotifier | None = None
+        self._chief: serve.ShutdownNotifier | None = None
         if self._task is None:
             devices, host = startup.local_devices(), "/CPU:0"
-            arguments.check_count(patterns, len(devices), pipelines)
+            check_count(patterns, len(devices), pipelines)
         else:
-            arguments.check_count(patterns, len(self._task.cluster["worker"]), pipelines)
+            check_count(patterns, len(self._task.cluster["worker"]), pipelines)
             if self._task.task_type == "worker":
                 startup.serve_and_exit(self._task, startup_timeout)
             tuning.tune()
@@ -179,7 +297,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         if self._task is not None:
             Watch(self, heartbeat_timeout)
         stalls.Inspector(stall_warning, StallProbe(self).look)
-        live_strategies.note(self, in_cluster=self._task is not None)
+        live.note(self, in_cluster=self._task is not None)
 
     def _connect(self, task: TaskConfig) -> tuple[list[str], str]:
         spec = {job: list(tasks) for job, tasks in task.cluster.items()}
@@ -187,9 +305,9 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
         )
-        job_failure.install_exit_hook()
+        failure.install_exit_hook()
         count = len(spec["worker"])
-        self._chief = shutdown.ShutdownNotifier(
+        self._chief = serve.ShutdownNotifier(
             {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
         return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"

@@ -8,8 +8,7 @@ from typing import Any
 
 from keras_psplus import text_table
 from keras_psplus.planning import step_bytes
-from keras_psplus.planning.step_bytes import Table, Variable, Work
-from keras_psplus.planning.traits import Traits
+from keras_psplus.planning.step_bytes import Table, Traits, Variable, Work
 
 _TITLES = ("entry", "MB sent", "received", "rounds", "MB memory", "floor ms", "loses")
 

@@ -5,6 +5,6 @@ TableReader     rows of a table while it is trained elsewhere
 """
 
 from keras_psplus.serving.export import export
-from keras_psplus.tables.versions.reader import TableReader
+from keras_psplus.tables.versions import TableReader
 
 __all__ = ["TableReader", "export"]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
@@ -21,9 +23,114 @@ from keras_psplus.core.models import model_saving
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic
 from keras_psplus.keras_internals.keras_parts import io_utils
-from keras_psplus.serving.frozen_table import FrozenTable
-from keras_psplus.serving.outside_table import OutsideTable, keys_of
+from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.row_variable import is_keyed
+from keras_psplus.tables.snapshot import Snapshot
+
+# Dynamic tables as a hash table of row numbers and a variable of rows.
+
+
+_LONG = tf.int64
+_CHUNK = 1 << 18
+
+
+class FrozenTable(tf.Module):
+    """Value of a `KeyedVariable` while a model is exported.
+
+    Both parts are saved as variables are, and not as constants of a graph, of which TensorFlow
+    takes 2 GiB.
+
+    Args:
+        spec: Of the table's `RowStore`.
+        snapshot: Its contents.
+    """
+
+    def __init__(self, spec: dict[str, Any], snapshot: Snapshot) -> None:
+        super().__init__()
+        self._initial = initial_rows.maker_of_missing(spec)
+        # The last row is that of all other keys.
+        self._missing = len(snapshot.keys)
+        zeros = np.zeros([1, spec["dim"]], np.float32)
+        self.rows = tf.Variable(
+            np.concatenate([snapshot.rows, zeros]), trainable=False, name=f"{spec['name']}/rows"
+        )
+        self.numbers = tf.lookup.experimental.MutableHashTable(_LONG, _LONG, self._missing)
+        for first in range(0, self._missing, _CHUNK):
+            keys = snapshot.keys[first : first + _CHUNK]
+            self.numbers.insert(keys, np.arange(first, first + len(keys)))
+
+    def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        """Rows of an int64 vector of keys."""
+        numbers = self.numbers.lookup(keys)
+        rows = tf.gather(self.rows, numbers)
+        if self._initial is None:
+            return rows
+        is_missing = tf.equal(numbers, self._missing)[:, tf.newaxis]
+        return tf.where(is_missing, self._initial(keys), rows)
+
+
+# Dynamic tables outside of an exported model, which is given the rows it needs.
+
+
+class OutsideTable:
+    """Value of a `KeyedVariable` while a model is exported that takes its rows.
+
+    Args:
+        spec: Of the table's `RowStore`.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.name, self._dim = spec["name"], spec["dim"]
+        self._initial = initial_rows.maker_of_missing(spec)
+        self._given: Sequence[tf.Tensor] | None = None
+        self._asked: list[tf.Tensor] = []
+
+    @property
+    def signature(self) -> list[tf.TensorSpec]:
+        """Specifications of keys and their rows, which the exported model takes."""
+        name = re.sub(r"\W", "_", self.name)
+        return [
+            tf.TensorSpec([None], _LONG, name=f"{name}_keys"),
+            tf.TensorSpec([None, self._dim], tf.float32, name=f"{name}_rows"),
+        ]
+
+    @contextlib.contextmanager
+    def given(self, keys: tf.Tensor, rows: tf.Tensor) -> Iterator[None]:
+        """Context in which lookups are among keys and rows, in any order."""
+        order = tf.argsort(keys)
+        # Behind them is what other keys have.
+        self._given = tf.gather(keys, order), tf.pad(tf.gather(rows, order), [[0, 1], [0, 0]])
+        try:
+            yield
+        finally:
+            self._given = None
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[list[tf.Tensor]]:
+        """Context that returns the keys of its lookups, which get zeros."""
+        self._asked = []
+        yield self._asked
+
+    def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
+        """Rows of an int64 vector of keys."""
+        if self._given is None:
+            self._asked.append(keys)
+            return tf.zeros([tf.size(keys), self._dim])
+        known, rows = self._given
+        places = tf.searchsorted(known, keys)
+        # Of those behind all others, any will do.
+        there = tf.gather(tf.pad(known, [[0, 1]]), places)
+        is_known = tf.logical_and(places < tf.size(known), tf.equal(there, keys))
+        found = tf.gather(rows, tf.where(is_known, places, tf.size(known)))
+        if self._initial is None:
+            return found
+        return tf.where(is_known[:, tf.newaxis], found, self._initial(keys))
+
+
+def keys_of(asked: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Distinct keys of all lookups."""
+    return tf.unique(tf.concat([tf.zeros([0], _LONG), *asked], 0)).y
+
 
 _FORMAT = "tf_saved_model"
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.compressors import check_rows
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.compression import Compressor, ErrorFeedback
 from keras_psplus.compression.methods import without_feedback
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.sharding.variable import ParameterPart
 from keras_psplus.tf_internals import framework_ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
     from keras_psplus.all_reduce.topology.levels import Hop
-    from keras_psplus.all_reduce.topology.part_routes import Route
+    from keras_psplus.all_reduce.topology.shards import Route
     from keras_psplus.engine import Variables
 
 
@@ -184,7 +184,7 @@ class PartExchange:
         self, compressor: Compressor, rows: tf.Tensor, numbers: Sequence[int], step: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         name, state = self._read("scatter", compressor, rows, numbers)
-        row, words, payload, keep = row_routes.scatter_row(
+        row, words, payload, keep = routes.scatter_row(
             self._route.launcher, self._route.size, compressor, rows, state, step
         )
         inner = without_feedback(compressor)
@@ -201,7 +201,7 @@ class PartExchange:
     ) -> tf.Tensor:
         name, state = self._read("gather", compressor, row, numbers)
         hop = self._route.launcher, self._route.place, self._route.size
-        rows, _, keep = row_routes.gather_row(*hop, compressor, row, state, step)
+        rows, _, keep = routes.gather_row(*hop, compressor, row, state, step)
         if isinstance(compressor, ErrorFeedback):
             self._states.write(name, keep())
         return rows

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import Hop, Levels, keys_of, levels_of
-from keras_psplus.all_reduce.topology.part_routes import Route, ranks_by_place
+from keras_psplus.all_reduce.topology.shards import Route, ranks_by_place
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.core.graph.compiled_calls import have_weights
-from keras_psplus.core.graph.model_segments import nodes_in_order
-from keras_psplus.core.models.units import is_unit
+from keras_psplus.core.graph.subgraph import nodes_in_order
+from keras_psplus.core.models.building import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine

@@ -15,19 +15,53 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.levels import launcher_like
-from keras_psplus.all_reduce.topology.part_routes import Route
-from keras_psplus.cluster.process import exit_code
-from keras_psplus.core.base.thread_value import ThreadFlag
-from keras_psplus.core.jobs import error_report, failure, leave
+from keras_psplus.all_reduce.topology.shards import Route
+from keras_psplus.cluster.process import signals
+from keras_psplus.core.base.threads import ThreadFlag
+from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import listen
 from keras_psplus.log import logger
-from keras_psplus.sharding import requests
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
-    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.cluster.monitor.stalls import Progress
     from keras_psplus.core.jobs.control import ControlPlane
+
+
+# Requests of workers for variables in shares.
+#
+# A request is a dict: `by` is the rank of the worker that asks, `variable` the number of what it
+# reads, or gives a value if it `gives` one; `steps` and `writes` are how many steps and changes of
+# the variable the answer must not be older than.
+
+
+def is_answered(own: dict[str, Any], rank: int, request: dict[str, Any]) -> bool:
+    """Whether an answer to any worker's request is the one that a worker waits for.
+
+    Args:
+        own: Its own request, without `by`.
+    """
+    if "steps" not in own or "gives" in own or "gives" in request:
+        return own | {"by": rank} == request
+    # Another worker's answer is no older than what this one has to read.
+    return own["variable"] == request.get("variable") and all(
+        own[count] <= request[count] for count in ("steps", "writes")
+    )
+
+
+def error_of(request: dict[str, Any], name: str) -> RuntimeError:
+    """The error of a request that a worker waits for in vain.
+
+    Args:
+        name: The worker's.
+    """
+    return RuntimeError(
+        "A worker reads a variable in shares that another has not made or used, or is steps "
+        "ahead. Every worker must run the same script. Received: variable "
+        f"{request.get('variable')} after {request.get('steps')} steps, on {name}"
+    )
+
 
 _POLL_SECONDS, _END_SECONDS = 3.0, 0.1
 _SILENT_SECONDS, _PATIENCE_SECONDS = 8.0, 120.0
@@ -192,7 +226,7 @@ class ShareStore:
                         if self._error is not None:
                             raise self._error
                         if time.monotonic() - begin > _PATIENCE_SECONDS:
-                            raise requests.error_of(request, self._control.task.name)
+                            raise error_of(request, self._control.task.name)
                         number = self._next
                     self._offer(number, request)
             finally:
@@ -208,7 +242,7 @@ class ShareStore:
     def _asked_by(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """This worker's own request, if the answer to another one answers it as well."""
         own = self._asked
-        is_same = own is not None and requests.is_answered(own, self._number, request)
+        is_same = own is not None and is_answered(own, self._number, request)
         return own if is_same else None
 
     def _check_peers(self) -> None:
@@ -299,14 +333,14 @@ class ShareStore:
                 return None
             if time.monotonic() - begin > _PATIENCE_SECONDS:
                 # Collectives of the asking worker end with it.
-                error = requests.error_of(request, self._control.task.name)
-                error_report.report(str(error))
+                error = error_of(request, self._control.task.name)
+                failure.report(str(error))
                 raise error
             time.sleep(0.002)
 
     def _leave(self) -> None:
         """Waits until all workers have ended, or one waits for this in a step."""
-        if exit_code.is_bad() or failure.has_failed() or self._error is not None:
+        if signals.is_bad() or failure.has_failed() or self._error is not None:
             return
         names, begin, has_said = self._control.names, time.monotonic(), False
         try:

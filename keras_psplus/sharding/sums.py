@@ -12,12 +12,12 @@ import tensorflow as tf
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.updates import map_values
-from keras_psplus.updates.values import zeros_like
+from keras_psplus.updates.base import zeros_like
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
-    from keras_psplus.all_reduce.topology.part_routes import Route
+    from keras_psplus.all_reduce.topology.shards import Route
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
 

@@ -10,7 +10,6 @@ row_variable  local      the table as a variable, and in the memory of one proce
 versions                 what a training job publishes, and other processes read
 """
 
-from keras_psplus.tables.cache import Cache
-from keras_psplus.tables.policies import Bloom, Capacity, Count, Norm, Probability, Unused
+from keras_psplus.tables.policies import Bloom, Cache, Capacity, Count, Norm, Probability, Unused
 
 __all__ = ["Bloom", "Cache", "Capacity", "Count", "Norm", "Probability", "Unused"]

@@ -1,16 +1,169 @@
-"""Admission of keys to one server's rows."""
+"""Admission of keys to one server's rows, and expiry of rows."""
 
 from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.tables import policies
-from keras_psplus.tables.expiry import Clock, Expiry
-from keras_psplus.tables.keys import BLOCKS, blocks_of, mix, mixed, streams, uniform
-from keras_psplus.tables.rows.graphs import places_of
-from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
+from keras_psplus.tables.keys import BLOCKS, FREE, blocks_of, mix, mixed, streams, uniform
+from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows, places_of
+from keras_psplus.tables.rows.index import FREQUENCY, LAST, SEEN, KeyRows
+
+# Expiry of rows, in a bounded time at each step.
+#
+# A row that was not used for so many steps counts as gone at once, for all who ask; its memory is
+# free when the sweep comes by. So a table does not depend on how its rows are laid out.
+
 
 _INT = tf.int32
+_LONG = tf.int64
+# Rows that a sweep looks at in one step, and among which it finds the first to expire.
+_SWEPT, _WINDOW = 1 << 13, 1 << 16
+_SECONDS_OF_DAY = 86_400
+
+
+class Clock:
+    """Number of updates of a table, and the time of the last one."""
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self.steps = tf.Variable(0, dtype=_LONG, trainable=False)
+            self.seconds = tf.Variable(0, dtype=_INT, trainable=False)
+
+    def step(self) -> tf.Tensor:
+        """int32 number of updates so far."""
+        return tf.cast(self.steps.read_value(), _INT)
+
+    def tick(self) -> None:
+        """Notes one more update."""
+        self.steps.assign_add(1, read_value=False)
+        self.seconds.assign(tf.cast(tf.timestamp(), _INT), read_value=False)
+
+
+class Expiry:
+    """Policies of expiry of one server's rows.
+
+    Args:
+        configs: Configurations of the policies.
+        clock: `Clock` of the table.
+        servers: Number of servers that have rows of it.
+        server: Index of this one.
+    """
+
+    def __init__(
+        self, configs: list[dict[str, Any]], clock: Clock, servers: int, server: int
+    ) -> None:
+        self._clock = clock
+        self._unused = policies.find(configs, policies.Unused)
+        self._norm = policies.find(configs, policies.Norm)
+        capacity = policies.find(configs, policies.Capacity)
+        self._policy, self._share = "lru", None
+        if capacity is not None:
+            self._policy = capacity["policy"]
+            self._share = min((capacity["rows"] - server + servers - 1) // servers, MOST_ROWS)
+        with tf.init_scope():
+            self._cursors = {
+                what: tf.Variable(0, dtype=_INT, trainable=False)
+                for what in ("rows", "candidates", "capacity")
+            }
+
+    def living(self, key_rows: KeyRows, rows: tf.Tensor) -> tf.Tensor:
+        """The same row numbers, with -1 for rows that were not used for too long."""
+        if self._unused is None:
+            return rows
+        safe = tf.maximum(rows, 0)
+        return tf.where(self._is_dead(key_rows, safe), -1, rows)
+
+    def _is_dead(
+        self, key_rows: KeyRows, rows: tf.Tensor, at: tuple[tf.Tensor, tf.Tensor] | None = None
+    ) -> tf.Tensor:
+        """Whether rows were not used for too long, now or at another time."""
+        if self._unused is None:
+            return tf.zeros_like(rows, tf.bool)
+        if self._unused["steps"] is not None:
+            step = self._clock.step() if at is None else at[0]
+            return step - key_rows.meta(rows)[:, LAST] >= self._unused["steps"]
+        most = max(1, int(self._unused["days"] * _SECONDS_OF_DAY))
+        seconds = self._clock.seconds.read_value() if at is None else at[1]
+        return seconds - key_rows.meta(rows)[:, SEEN] >= most
+
+    def changed(
+        self, key_rows: KeyRows, rows: tf.Tensor, step: tf.Tensor, seconds: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Rows that changed after a step and a time.
+
+        Returns:
+            Two masks: rows that were updated and live, and those that have died since.
+        """
+        has_key, dead = tf.not_equal(key_rows.keys(rows), FREE), self._is_dead(key_rows, rows)
+        updated = tf.logical_and(key_rows.meta(rows)[:, LAST] > step, tf.logical_not(dead))
+        died = tf.logical_and(dead, ~self._is_dead(key_rows, rows, (step, seconds)))
+        return tf.logical_and(has_key, updated), tf.logical_and(has_key, died)
+
+    def find(self, key_rows: KeyRows, hashes: tf.Tensor) -> tf.Tensor:
+        """Row numbers of keys for an update; keys that come too late lose theirs."""
+        rows = key_rows.index.find(hashes)
+        if self._unused is None:
+            return rows
+        living = self.living(key_rows, rows)
+        late = tf.gather(rows, places_of(living < rows))
+        key_rows.remove(late)
+        return living
+
+    def after_update(self, key_rows: KeyRows, rows: tf.Tensor, weights: ChunkedRows) -> None:
+        """Removes rows that an update has made too small, and rows above the capacity."""
+        if self._norm is not None:
+            squares = tf.reduce_sum(tf.square(weights.sparse_read(rows)), 1)
+            small = tf.gather(rows, places_of(squares < self._norm["below"] ** 2))
+            key_rows.remove(small)
+        if self._share is not None:
+            over = key_rows.count() - self._share
+            tf.cond(over > 0, lambda: self._remove_first(key_rows, over), lambda: 0)
+
+    def sweep(self, key_rows: KeyRows, what: str) -> None:
+        """Removes some of the rows that were not used for too long."""
+        if self._unused is None:
+            return
+        rows = self._window(key_rows, what, _SWEPT)
+        has_key = tf.not_equal(key_rows.keys(rows), FREE)
+        dead = places_of(tf.logical_and(has_key, self._is_dead(key_rows, rows)))
+        key_rows.remove(tf.gather(rows, dead))
+
+    def _remove_first(self, key_rows: KeyRows, over: tf.Tensor) -> int:
+        assert self._share is not None
+        # A small share is looked at whole, with the rows that this step has added.
+        rows = self._window(key_rows, "capacity", MOST_ROWS if self._share <= _WINDOW else _WINDOW)
+        keys = key_rows.keys(rows)
+        have_key = places_of(tf.not_equal(keys, FREE))
+        rows, keys = (tf.gather(of, have_key) for of in (rows, keys))
+        meta = key_rows.meta(rows)
+        is_new = tf.cast(meta[:, LAST] > self._clock.step(), _INT)
+        # The last counts most. Among equals, the order of the keys' hashes.
+        criteria = [tf.bitcast(mixed(keys), _LONG), meta[:, LAST]]
+        if self._policy == "lfu":
+            # By the last use, the dead are the first and a step's own rows the last already.
+            lives = tf.logical_not(self._is_dead(key_rows, rows))
+            criteria += [meta[:, FREQUENCY], tf.cast(lives, _INT) + is_new]
+        order = tf.range(tf.size(rows))
+        for criterion in criteria:
+            order = tf.gather(order, tf.argsort(tf.gather(criterion, order), stable=True))
+        if self._share > _WINDOW:
+            # Rows of this step stay, as there are older ones elsewhere.
+            over = tf.minimum(over, tf.size(rows) - tf.reduce_sum(is_new))
+        key_rows.remove(tf.gather(rows, order[:over]))
+        return 0
+
+    def _window(self, key_rows: KeyRows, what: str, most: int) -> tf.Tensor:
+        """The next rows that a sweep looks at: behind the last, the first come again."""
+        cursor, end = self._cursors[what], key_rows.next.read_value()
+        first, count = cursor.read_value(), tf.minimum(most, end)
+        cursor.assign(tf.math.floormod(first + count, tf.maximum(end, 1)), read_value=False)
+        return tf.math.floormod(first + tf.range(count), tf.maximum(end, 1))
+
+
+# Admission of keys to one server's rows.
+
+
 _PROBES = 4
 
 

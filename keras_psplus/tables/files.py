@@ -18,10 +18,10 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files import shard_files
+from keras_psplus.files import tables
 from keras_psplus.tables.keys import BLOCKS, owners_of
-from keras_psplus.tables.rows.frozen_rows import Part
-from keras_psplus.tables.rows.key_rows import KeyRows
+from keras_psplus.tables.rows.chunks import Part
+from keras_psplus.tables.rows.index import KeyRows
 from keras_psplus.tables.snapshot import KEY
 from keras_psplus.tables.store import RowStore
 
@@ -141,28 +141,28 @@ def load(
             steps, seconds = max(steps, sizes[2]), max(seconds, sizes[3])
             if sizes[4] >= 0:
                 for rows, name in zip(_tables_of(store), _gone_names(key)):
-                    gone = shard_files.read_tensor(path, name, _LONG)
+                    gone = tables.read_tensor(path, name, _LONG)
                     rows.remove_keys(tf.constant(gone[own(gone)]))
             for i in range(sizes[0]):
-                entries = shard_files.read_tensor(path, f"{key}/entries/{i}", _LONG)
+                entries = tables.read_tensor(path, f"{key}/entries/{i}", _LONG)
                 mine = own(entries[:, KEY])
                 keys = tf.constant(entries[mine, KEY])
                 store.key_rows.remove_keys(keys)
                 store.insert(tf.constant(entries[mine]))
                 for slot in range(1 + slots):
                     name = f"{key}/slots/{slot - 1}/{i}" if slot else f"{key}/weights/{i}"
-                    values = shard_files.read_tensor(path, name, tf.float32)[mine]
+                    values = tables.read_tensor(path, name, tf.float32)[mine]
                     store.write(slot, keys, tf.constant(values))
                 progress()
             if store.admission.candidates is not None:
                 for i in range(sizes[1]):
-                    entries = shard_files.read_tensor(path, f"{key}/candidates/{i}", _LONG)
+                    entries = tables.read_tensor(path, f"{key}/candidates/{i}", _LONG)
                     mine = own(entries[:, KEY])
                     store.admission.candidates.remove_keys(tf.constant(entries[mine, KEY]))
                     store.insert_candidates(tf.constant(entries[mine]))
                     progress()
         if store.admission.filter is not None:
-            values = shard_files.read_tensor(chain[-1], f"{key}/filter", tf.uint8)
+            values = tables.read_tensor(chain[-1], f"{key}/filter", tf.uint8)
             _take_blocks(store, values, (other, len(chains)), (server, servers))
     store.clock.steps.assign(steps)
     store.clock.seconds.assign(seconds)
@@ -172,7 +172,7 @@ def _since_last_whole(chain: Sequence[str], key: int) -> list[tuple[str, list[in
     """Paths of files and their sizes, from the last one of all rows on."""
     found: list[tuple[str, list[int]]] = []
     for path in reversed(chain):
-        sizes = [int(size) for size in shard_files.read_tensor(path, f"{key}/sizes", _LONG)]
+        sizes = [int(size) for size in tables.read_tensor(path, f"{key}/sizes", _LONG)]
         if found and found[0][1][4] != sizes[2]:
             raise OSError(
                 f"the changes in {found[0][0]} do not follow {path}: they are those since update "

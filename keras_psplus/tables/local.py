@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.engine import Engine
-from keras_psplus.tables import changes, files
-from keras_psplus.tables.changes import Changes
+from keras_psplus.tables import files
+from keras_psplus.tables import snapshot as changes
 from keras_psplus.tables.row_variable import Checkpointed, KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.rows.row_optimizer import (
     check_elementwise,
@@ -21,7 +21,7 @@ from keras_psplus.tables.rows.row_optimizer import (
     scalars_of,
     weight_decay_of,
 )
-from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks
+from keras_psplus.tables.snapshot import Changes, Contents, Snapshot, in_chunks
 from keras_psplus.tables.store import RowStore
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import CompositeVariable

@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import backend
-from keras_psplus.tables.changes import Changes
-from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tables.snapshot import Changes, Snapshot
 from keras_psplus.tf_internals import framework_ops as ops
 
 # Of a slot, in a checkpoint.

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables import admission, changes, initial_rows
-from keras_psplus.tables.expiry import Clock, Expiry
+from keras_psplus.tables import admission, snapshot
+from keras_psplus.tables import keys as initial_rows
+from keras_psplus.tables.admission import Clock, Expiry
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import ChunkedRows
-from keras_psplus.tables.rows.graphs import places_of, traced_once
-from keras_psplus.tables.rows.index import hashes_of
-from keras_psplus.tables.rows.key_rows import FREQUENCY, KeyRows
-from keras_psplus.tables.rows.removal_log import BACKUPS, PUBLISHING
+from keras_psplus.tables.rows.chunks import ChunkedRows, places_of, traced_once
+from keras_psplus.tables.rows.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
 from keras_psplus.tables.rows.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
@@ -229,12 +227,12 @@ class RowStore:
         end = tf.cond(tf.size(found) > most, lambda: found[most], lambda: end)
         found = found[:most]
         lives = tf.gather(lives, found - first)
-        lines = changes.encode(
+        lines = snapshot.encode(
             self.key_rows.keys(found),
             tf.where(lives, found, -1 - found),
             self.weights.sparse_read(found),
         )
-        last = changes.encode(tf.zeros([1], _LONG), end[tf.newaxis], tf.zeros([1, self.dim]))
+        last = snapshot.encode(tf.zeros([1], _LONG), end[tf.newaxis], tf.zeros([1, self.dim]))
         return tf.concat([lines, last], 0)
 
     def freeze(self, since: tf.Tensor) -> tuple[tf.Tensor, ...]:

@@ -21,10 +21,9 @@ from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.plan import reason_for_wholes
 from keras_psplus.sharding.variable import in_update
 from keras_psplus.sharding.weight import WholeWeight
-from keras_psplus.tensor_parallel import plan
+from keras_psplus.tensor_parallel import plan, rules
 from keras_psplus.tensor_parallel.late_gathers import LocalPart, part_of
 from keras_psplus.tensor_parallel.layer_calls import LayerCalls
-from keras_psplus.tensor_parallel.rules import classes
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class ModelParallelEngine(ShardedEngine):
 
     @answers("sparse_categorical_crossentropy", "categorical_crossentropy", "argmax")
     def _over_classes(self, call: Call) -> Any:
-        compute = classes.argmax if call.name == "argmax" else classes.cross_entropy
+        compute = rules.argmax if call.name == "argmax" else rules.cross_entropy
         return compute(call, self.strategy.extended.group)
 
     @answers("next_seed")

@@ -15,11 +15,10 @@ from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.units.functions import reaches
 from keras_psplus.sharding.units.xla_reads import function_here, given_by_calls
-from keras_psplus.tensor_parallel import vectorized
+from keras_psplus.tensor_parallel import rules, vectorized
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
 from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
-from keras_psplus.tensor_parallel.rules import attention, contractions, embeddings
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 from keras_psplus.tf_internals import framework_ops, resource_variable_ops
 
@@ -88,15 +87,15 @@ class LayerCalls:
         if not self.regions.are_local and function_here() is not None:
             # XLA compiles what calls it: rules would talk to other workers there.
             return proceed(call)
-        rule = contractions.rule_for(layer, self._group, self.regions)
-        rule = rule or embeddings.rule_for(layer, self._group, self.regions)
+        rule = rules.contraction_rule_for(layer, self._group, self.regions)
+        rule = rule or rules.embedding_rule_for(layer, self._group, self.regions)
         if rule is not None and not self.regions.are_local:
             self._note()
         rule = rule or self._elementwise_rule(layer)
         if rule is not None:
             with _calling(layer, rule):
                 return proceed(call)
-        given = attention.by_heads(layer, call.args, call.kwargs)
+        given = rules.by_heads(layer, call.args, call.kwargs)
         if given is not None:
             return self._call_by_heads(call, given, proceed)
         return self._call_with_wholes(call, proceed)
@@ -117,7 +116,7 @@ class LayerCalls:
             lambda leaf: entered[id(leaf)][1] if id(leaf) in entered else leaf,
             (call.args, call.kwargs),
         )
-        outer, self.compiled = self.compiled, layer if attention.is_local(layer) else None
+        outer, self.compiled = self.compiled, layer if rules.is_local(layer) else None
         if self.compiled is None:
             self._note()
         try:
@@ -129,7 +128,7 @@ class LayerCalls:
             # Keras takes some masks away.
             if get_keras_mask(one) is None:
                 set_keras_mask(whole, None)
-        outputs = contractions.sum_of(layer._output_dense, partial, group)
+        outputs = rules.sum_of(layer._output_dense, partial, group)
         set_keras_mask(outputs, get_keras_mask(partial))
         return outputs
 

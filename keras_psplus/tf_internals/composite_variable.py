@@ -126,3 +126,13 @@ def _overload(operator: str) -> None:
 
 for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__", "__getitem__"}:
     _overload(_operator)
+
+
+# A replica's own copy of a mirrored variable.
+
+
+def own_copy(variable: Any) -> Any:
+    """This replica's copy of a mirrored variable; another variable is returned as it is."""
+    if hasattr(variable, "_get_on_device_or_primary"):
+        return variable._get_on_device_or_primary()
+    return variable

@@ -4,11 +4,10 @@ Strategies take one as `updates=`.
 """
 
 from keras_psplus.updates.accumulate import Accumulate
-from keras_psplus.updates.base import Context, ReplicaUpdates, Step, Updates
+from keras_psplus.updates.base import Context, ReplicaUpdates, Step, Updates, map_values
 from keras_psplus.updates.diloco import DiLoCo
 from keras_psplus.updates.local_sgd import LocalSGD
 from keras_psplus.updates.specs import get
-from keras_psplus.updates.values import map_values
 
 __all__ = [
     "Accumulate",

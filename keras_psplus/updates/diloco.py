@@ -7,8 +7,7 @@ import keras
 
 from keras_psplus.arguments import number, shown, whole_number
 from keras_psplus.updates.base import Context, Updates
-from keras_psplus.updates.fragment import assign_to_fragments
-from keras_psplus.updates.local_steps import LocalSteps
+from keras_psplus.updates.local_sgd import LocalSteps, assign_to_fragments
 
 
 def nesterov() -> keras.optimizers.Optimizer:

@@ -1,8 +1,365 @@
 """Steps of each worker alone, and averages of their weights from time to time."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
 from keras_psplus.arguments import flag, whole_number
-from keras_psplus.updates.base import Context, Updates
-from keras_psplus.updates.local_steps import LocalSteps
+from keras_psplus.tf_internals.composite_variable import own_copy
+from keras_psplus.updates.base import (
+    Apply,
+    Context,
+    Grads,
+    ReplicaUpdates,
+    States,
+    Step,
+    Updates,
+    map_values,
+)
+
+# A count by which the host chooses what a replica's step does.
+
+
+_HOST = "CPU:0"
+
+
+class HostCount:
+    """An int64 of a replica's own, kept and compared on the host.
+
+    On a GPU, each comparison would have the host wait for it.
+
+    Args:
+        states: `States` of the replica.
+        name: Its name.
+    """
+
+    def __init__(self, states: States, name: str) -> None:
+        self._variable = states.variable(name, [], tf.int64, on_host=True)
+
+    def read(self) -> tf.Tensor:
+        """The count as of now."""
+        return self._variable.read_value()
+
+    def satisfies(self, condition: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        """Whether the count satisfies a condition, a predicate of `tf.cond`."""
+        with tf.device(_HOST):
+            return condition(self.read())
+
+    def update(self, function: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        """Replaces the count by a function of it."""
+        with tf.device(_HOST):
+            self._variable.assign(function(self.read()), read_value=False)
+
+    def add_one(self) -> None:
+        """Counts one more."""
+        with tf.device(_HOST):
+            self._variable.assign_add(1, read_value=False)
+
+    def set(self, value: int) -> None:
+        """Sets the count."""
+        with tf.device(_HOST):
+            self._variable.assign(value, read_value=False)
+
+
+# Some of the variables, whose changes are averaged over replicas at the same time.
+
+
+class LocalPolicy(Protocol):
+    """Numbers of a rule by which replicas step alone: `LocalSGD` or `DiLoCo`."""
+
+    every: int
+    start_step: int
+    fragments: int
+    overlap_steps: int
+    alpha: float
+
+
+class Fragment:
+    """Averages what one replica's variables have changed by, and steps along the mean.
+
+    Args:
+        name: What tells it from others of the same optimizer.
+        outer: Outer optimizer, or None to take the mean as it is.
+        sums: Function of tensors, Keras variables, a round and whether to compress, that sums
+            over replicas.
+
+    Attributes:
+        averaged: Further variables, which are averaged as they are.
+    """
+
+    def __init__(
+        self,
+        policy: LocalPolicy,
+        states: States,
+        name: str,
+        variables: list[keras.Variable],
+        outer: keras.optimizers.Optimizer | None,
+        sums: Callable[..., list[tf.Tensor]],
+    ) -> None:
+        self._variables, self._outer, self._sums = variables, outer, sums
+        self._overlap, self._alpha = policy.overlap_steps, policy.alpha
+        self.averaged: Sequence[keras.Variable] = []
+        self._round = states.variable(f"{name} round", [], tf.int64)
+        # Rows of this replica and of all, since the last round.
+        self._seen = states.variable(f"{name} rows", [2], tf.float64)
+        self._weight = states.variable(f"{name} weight", [], tf.float64)
+        self._anchors = self._like_variables(states, f"{name} anchor")
+        if self._overlap:
+            # 0, or 1 and the steps since what is under way was set aside.
+            self._under_way = HostCount(states, f"{name} under way")
+            self._aside = self._like_variables(states, f"{name} aside")
+            self._parts = _by_size(variables, self._overlap)
+
+    def _like_variables(self, states: States, name: str) -> list[Any]:
+        return [
+            states.variable(f"{name} {i}", v.shape, tf.as_dtype(v.dtype))
+            for i, v in enumerate(self._variables)
+        ]
+
+    def mark(self) -> None:
+        """Notes the weights from which the replica sets out, the same on all."""
+        for anchor, variable in zip(self._anchors, self._variables):
+            anchor.assign(own_copy(variable.value).read_value(), read_value=False)
+
+    def see(self, rows: Sequence[tf.Tensor]) -> None:
+        """Notes that the replica has made a step on its rows of so many."""
+        self._seen.assign_add(tf.cast(tf.stack(rows), tf.float64), read_value=False)
+
+    def send(self, step: Step) -> None:
+        """Averages the changes; with an overlap, sets them aside for the next steps to send."""
+        changes = self._changes()
+        if not self._overlap:
+            self._arrive(step, self._summed(changes, range(len(changes))), self._alpha)
+            return
+        for aside, change in zip(self._aside, changes):
+            aside.assign(change, read_value=False)
+        self._under_way.set(1)
+
+    def send_part(self) -> None:
+        """Sends the next part of the pending change, if one is due."""
+        for i, part in enumerate(self._parts if self._overlap else ()):
+            self._send_if(i + 1, i + 1, part)
+
+    def receive(self, step: Step) -> None:
+        """After the last of the overlapping steps, takes what has been sent."""
+        if not self._overlap:
+            return
+        arrives = self._under_way.satisfies(lambda steps: steps >= self._overlap)
+        self._under_way.update(lambda steps: tf.where(steps > 0, steps + 1, 0))
+        tf.cond(arrives, lambda: self._arrive_from_aside(step), lambda: None)
+
+    def finish(self, step: Step) -> None:
+        """Averages all that there is, after which all replicas have the same weights."""
+        if self._overlap:
+            for i, part in enumerate(self._parts):
+                self._send_if(1, i + 1, part)
+            is_under_way = self._under_way.satisfies(lambda steps: steps > 0)
+            tf.cond(is_under_way, lambda: self._arrive_from_aside(step), lambda: None)
+
+        def average() -> None:
+            changes = self._changes()
+            self._arrive(step, self._summed(changes, range(len(changes))), 0.0)
+
+        tf.cond(self._seen.read_value()[1] > 0, average, self._take_anchors)
+
+    def _take_anchors(self) -> None:
+        if self._alpha:
+            for anchor, variable in zip(self._anchors, self._variables):
+                own_copy(variable.value).assign(anchor.read_value(), read_value=False)
+
+    def _send_if(self, first: int, last: int, places: Sequence[int]) -> None:
+        """Sends some changes if a step from the first to the last one is taken."""
+
+        def send() -> None:
+            sums = self._summed([self._aside[i].read_value() for i in places], places)
+            for i, total in zip(places, sums):
+                self._aside[i].assign(total, read_value=False)
+
+        if places:
+            is_due = self._under_way.satisfies(lambda steps: (steps >= first) & (steps <= last))
+            tf.cond(is_due, send, lambda: None)
+
+    def _summed(self, tensors: list[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
+        variables = [self._variables[i] for i in places]
+        return self._sums(tensors, variables, self._round.read_value(), True)
+
+    def _changes(self) -> list[tf.Tensor]:
+        """Change since the last anchor, weighted by the rows that the replica has seen."""
+        seen = self._seen.read_value()
+        weight = tf.math.divide_no_nan(seen[0], seen[1])
+        self._weight.assign(weight, read_value=False)
+        self._seen.assign(tf.zeros_like(self._seen), read_value=False)
+        return [
+            (anchor.read_value() - own_copy(variable.value).read_value())
+            * tf.cast(weight, anchor.dtype)
+            for anchor, variable in zip(self._anchors, self._variables)
+        ]
+
+    def _arrive_from_aside(self, step: Step) -> None:
+        self._arrive(step, [aside.read_value() for aside in self._aside], self._alpha)
+        self._under_way.set(0)
+
+    def _arrive(self, step: Step, gradients: Sequence[tf.Tensor], alpha: float) -> None:
+        """Steps from the anchors, and sets out from there."""
+        own = [own_copy(variable.value) for variable in self._variables]
+        before = [one.read_value() for one in own]
+        if self._outer is None:
+            for one, anchor, gradient in zip(own, self._anchors, gradients):
+                one.assign(anchor.read_value() - gradient, read_value=False)
+            for variable in self._variables:
+                # A mean of weights that satisfy a constraint need not.
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
+        else:
+            for one, anchor in zip(own, self._anchors):
+                one.assign(anchor.read_value(), read_value=False)
+            with step.applying_alone():
+                self._outer.apply(gradients, self._variables)
+        self.mark()
+        if alpha:
+            for one, old in zip(own, before):
+                one.assign(alpha * old + (1.0 - alpha) * one.read_value(), read_value=False)
+        self._average()
+        self._round.assign_add(1, read_value=False)
+
+    def _average(self) -> None:
+        if not self.averaged:
+            return
+        own = [own_copy(variable.value) for variable in self.averaged]
+        weight = self._weight.read_value()
+        parts = [one.read_value() * tf.cast(weight, one.dtype) for one in own]
+        for one, mean in zip(
+            own, self._sums(parts, self.averaged, self._round.read_value(), False)
+        ):
+            one.assign(mean, read_value=False)
+
+
+def assign_to_fragments(
+    variables: Sequence[keras.Variable], number: int
+) -> list[list[keras.Variable]]:
+    """Divides variables into fragments of about equal size.
+
+    Args:
+        number: How many fragments.
+    """
+    fragments: list[list[keras.Variable]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    # The largest first, each to the fragment that is smallest by then.
+    for variable in sorted(variables, key=_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        fragments[smallest].append(variable)
+        sizes[smallest] += _size(variable)
+    return fragments
+
+
+def _size(variable: keras.Variable) -> int:
+    return int(variable.value.shape.num_elements())
+
+
+def _by_size(variables: Sequence[keras.Variable], count: int) -> list[list[int]]:
+    """Places of variables in so many consecutive parts of about the same size, some empty."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    total = max(1, sum(variable.value.shape.num_elements() for variable in variables))
+    for i, variable in enumerate(variables):
+        size = variable.value.shape.num_elements()
+        parts[min(count - 1, int(count * (before + size / 2) / total))].append(i)
+        before += size
+    return parts
+
+
+# One replica's steps alone, and what makes its weights those of all replicas again.
+
+
+class LocalSteps(ReplicaUpdates):
+    """Applies a replica's own gradients of some variables, and has fragments of them averaged.
+
+    Args:
+        context: `base.Context`, whose parts are the fragments.
+    """
+
+    def __init__(self, policy: LocalPolicy, context: Context) -> None:
+        states, name, _, _, parts, averaged, sums, self._group_sums = context
+        assert sums is not None, "an engine gives it to each rule that averages weights"
+        self._policy = policy
+        self._count = HostCount(states, f"{name} count")
+        self._batches = HostCount(states, f"{name} batches")
+        self._fragments = [
+            Fragment(policy, states, f"{name} fragment {i}", variables, outer, sums)
+            for i, (variables, outer) in enumerate(parts)
+        ]
+        # With the last one's weights: once in each round.
+        self._fragments[-1].averaged = averaged
+
+    def on_gradients(
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+    ) -> None:
+        start = self._policy.start_step
+        if not start:
+            self._alone(step, grads, variables, apply)
+            return
+        early = self._batches.satisfies(lambda batches: batches < start)
+        self._batches.add_one()
+        tf.cond(
+            early,
+            lambda: apply(grads, variables),
+            lambda: self._alone(step, grads, variables, apply),
+        )
+
+    def on_finish(self, step: Step, apply: Apply) -> None:
+        def finish() -> None:
+            for fragment in self._fragments:
+                fragment.finish(step)
+            self._count.set(0)
+
+        tf.cond(self._count.satisfies(lambda count: count > 0), finish, lambda: None)
+
+    def _alone(
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable], apply: Apply
+    ) -> None:
+        every, fragments = self._policy.every, self._fragments
+        first = self._count.satisfies(lambda count: tf.equal(count, 0))
+        for fragment in fragments:
+            tf.cond(first, fragment.mark, lambda: None)
+            # Reads nothing of this step: it travels while the step is computed.
+            fragment.send_part()
+        grads = self._of_own_rows(step, grads, variables)
+        with step.applying_alone():
+            apply(grads, variables)
+        rows = step.rows()
+        for fragment in fragments:
+            fragment.see(rows)
+            fragment.receive(step)
+        self._count.add_one()
+        for i, fragment in enumerate(fragments):
+            turn = (i + 1) * every // self._policy.fragments % every
+            tf.cond(
+                self._is_turn(turn), lambda fragment=fragment: fragment.send(step), lambda: None
+            )
+
+    def _is_turn(self, turn: int) -> tf.Tensor:
+        every = self._policy.every
+        return self._count.satisfies(lambda count: tf.equal(tf.math.floormod(count, every), turn))
+
+    def _of_own_rows(
+        self, step: Step, grads: Grads, variables: Sequence[keras.Variable]
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The gradients of the mean over the replica's own rows; with groups, over its group's."""
+        if self._group_sums is None:
+            return [map_values(step.unscale_by_batch_fraction, gradient) for gradient in grads]
+        given, turn = [i for i, g in enumerate(grads) if g is not None], self._count.read()
+        sums = self._group_sums([grads[i] for i in given], [variables[i] for i in given], turn)
+        fraction = step.sum_over_group([step.batch_fraction()])[0]
+        grads = list(grads)
+        for i, total in zip(given, sums):
+            grads[i] = map_values(
+                lambda value: tf.math.divide_no_nan(value, tf.cast(fraction, value.dtype)), total
+            )
+        return grads
 
 
 class LocalSGD(Updates):

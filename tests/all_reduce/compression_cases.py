@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.compression.factors import outer_products
+from keras_psplus.compression import outer_products
 from tests.support.parts import resumed, swapped
 
 STEPS = 6

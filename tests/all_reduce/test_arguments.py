@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_psplus
 from keras_psplus import compression
-from keras_psplus.all_reduce.reduction import compressors, row_routes
+from keras_psplus.all_reduce.reduction import compressors, routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from tests.support.tables import for_each
 
@@ -186,7 +186,5 @@ def test_pieces_of_what_takes_no_feedback_are_summed():
 
     tensor = tf.constant([1.0, -127.0, 3.0])
     unbiased = Unbiased(stochastic=True)
-    (total,), _, _ = row_routes.split(
-        Alone(), 0, 1, unbiased, [tensor], (), tf.constant(0, tf.int64)
-    )
+    (total,), _, _ = routes.split(Alone(), 0, 1, unbiased, [tensor], (), tf.constant(0, tf.int64))
     np.testing.assert_allclose(total, tensor, atol=1e-4)

@@ -9,7 +9,7 @@ from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients, operations, size_classes
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 
 
@@ -121,9 +121,9 @@ def test_any_bucket_size_gives_the_same(bucket_bytes):
 
 def test_rows_of_long_buckets_are_of_whole_blocks():
     int8 = compression.Int8(block_size=16)
-    assert row_routes.rows_for(3, int8, [tf.zeros([100]), tf.zeros([20])]) == (3, 40)
-    assert row_routes.rows_for(3, int8, [tf.zeros([3000])]) == (3, 1008)
-    assert row_routes.rows_for(2, compression.RandomK(0.1), [tf.zeros([3001])]) == (2, 1501)
+    assert routes.rows_for(3, int8, [tf.zeros([100]), tf.zeros([20])]) == (3, 40)
+    assert routes.rows_for(3, int8, [tf.zeros([3000])]) == (3, 1008)
+    assert routes.rows_for(2, compression.RandomK(0.1), [tf.zeros([3001])]) == (2, 1501)
 
 
 @given(st.integers(1, 5000), st.integers(1, 30_000), st.integers(1, 600))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.core.jobs import failure
 from keras_psplus.engine import Call
 from tests.support.tables import for_each
 
@@ -50,7 +50,7 @@ def test_errors_that_speak_of_another_task_are_explained(monkeypatch, message):
 
 
 def test_an_error_that_another_task_reported_is_named(monkeypatch):
-    reported = error_report._message(TASK, "by an error", "ArithmeticError: 1 / 0. Really")
+    reported = failure._message(TASK, "by an error", "ArithmeticError: 1 / 0. Really")
     with pytest.raises(failure.PeerLostError) as raised:
         raise_as(
             monkeypatch,
@@ -76,11 +76,11 @@ def test_an_error_that_another_task_reported_is_named(monkeypatch):
 )
 def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
     sent, shown = [], []
-    monkeypatch.setattr(error_report, "report", lambda message, post: sent.append(message))
-    monkeypatch.setattr(error_report.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(failure, "report", lambda message, post: sent.append(message))
+    monkeypatch.setattr(failure.atexit, "register", lambda *_: None)
     monkeypatch.setattr(tracebacks.UNCAUGHT, "reporters", [])
     causes = [True, False]  # the second time, it is another one's failure
-    error_report.watch(TASK, lambda: causes.pop(0))
+    failure.report_failure(TASK, lambda: causes.pop(0))
 
     def show():
         tracebacks.UNCAUGHT.show(Call(lambda *args: shown.append(args), type(error), (error, None)))

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import cross_device_utils
 
-from keras_psplus.all_reduce.collectives import gpu_sums, implementation
+from keras_psplus.all_reduce.collectives import implementation
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from tests.support.tables import for_each
 
@@ -19,11 +19,11 @@ def test_bfloat16_is_summed_share_by_share(shape, replicas):
     parts = [
         tf.cast(tf.random.stateless_normal(shape, [1, i]), tf.bfloat16) for i in range(replicas)
     ]
-    sent = [gpu_sums.to_shares(part, replicas) for part in parts]
+    sent = [implementation.to_shares(part, replicas) for part in parts]
     assert {words.dtype for words in sent} == {tf.float32}
     received = [tf.stack([words[i] for words in sent]) for i in range(replicas)]
-    gathered = tf.concat([gpu_sums.sum_of_shares(words) for words in received], 0)
-    total = gpu_sums.from_shares(gathered, parts[0].shape)
+    gathered = tf.concat([implementation.sum_of_shares(words) for words in received], 0)
+    total = implementation.from_shares(gathered, parts[0].shape)
     exact = sum(tf.cast(part, tf.float32) for part in parts)
     np.testing.assert_array_equal(tf.cast(total, tf.float32), _rounded(exact))
     assert total.shape == shape

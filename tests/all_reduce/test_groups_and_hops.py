@@ -7,15 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.topology import (
-    auto_topology,
-    group_routes,
-    group_topology,
-    links,
-    shards,
-)
-from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.hops import compressors_per_hop
+from keras_psplus.all_reduce.topology import auto_topology, group_topology, links, shards
+from keras_psplus.all_reduce.topology.group_topology import Topology, compressors_per_hop
 from keras_psplus.cluster import TaskConfig
 from tests.support.tables import for_each
 
@@ -142,10 +135,10 @@ class Exchange:
 @for_each("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_rows_of_any_type_are_summed_and_gathered(dtype):
     rows = tf.cast(tf.reshape(tf.range(15), [3, 5]), dtype)
-    summed = group_routes.scatter(Exchange(3), rows)
+    summed = shards.scatter(Exchange(3), rows)
     assert summed.dtype == dtype and summed.shape == (1, 5)
     np.testing.assert_array_equal(tf.cast(summed, tf.float64), [[15.0, 18.0, 21.0, 24.0, 27.0]])
-    gathered = group_routes.gather(Exchange(3), rows[:1], 3)
+    gathered = shards.gather(Exchange(3), rows[:1], 3)
     assert gathered.dtype == dtype
     np.testing.assert_array_equal(tf.cast(gathered, tf.float64), [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3)
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.startup import peer_sampling
-from keras_psplus.cluster.wire.unresponsive import ANSWERS, GONE, SILENT, is_silent, places_of
-from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.cluster.startup import peer_discovery
+from keras_psplus.cluster.wire.identity import ANSWERS, GONE, SILENT, is_silent, places_of
+from keras_psplus.core.jobs import failure
 from tests.support.tables import for_each
 
 
@@ -107,8 +107,8 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
 
 
 def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeypatch):
-    monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
-    monkeypatch.setattr(error_report, "_reported_at", None)
+    monkeypatch.setattr(peer_discovery, "EVERYBODY", 4)
+    monkeypatch.setattr(failure, "_reported_at", None)
     aborted, told = [], []
     runtime = types.SimpleNamespace(
         abort_collective_ops=lambda *args: aborted.append(args),

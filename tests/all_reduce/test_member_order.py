@@ -5,7 +5,7 @@ import pathlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.all_reduce.collectives import member_order
+from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.cluster import TaskConfig
 from keras_psplus.cluster.testing import run_in_processes
 
@@ -15,17 +15,17 @@ JOB = pathlib.Path(__file__).with_name("member_order_job.py")
 def test_tasks_are_in_the_order_of_their_names_as_text():
     workers = tuple(f"h{i}:1" for i in range(11))
     task = TaskConfig({"chief": ("c:1",), "worker": workers, "ps": ("p:1",)}, "worker", 0)
-    names = member_order.names_of(task, 1)
+    names = operations.names_of(task, 1)
     assert names[:2] == ["/job:chief/replica:0/task:0", "/job:worker/replica:0/task:0"]
-    assert member_order.ranks_by_place(names) == [0, 1, 2, 11, *range(3, 11)]
-    twice = member_order.names_of(task, 2)
-    assert member_order.ranks_by_place(twice)[2:8] == [2, 3, 4, 5, 22, 23]
+    assert operations.ranks_by_place(names) == [0, 1, 2, 11, *range(3, 11)]
+    twice = operations.names_of(task, 2)
+    assert operations.ranks_by_place(twice)[2:8] == [2, 3, 4, 5, 22, 23]
 
 
 @given(st.lists(st.integers(0, 300), unique=True, min_size=1))
 def test_places_and_ranks_are_inverse(tasks):
     names = [f"task:{task}" for task in sorted(tasks)]
-    ranks, places = member_order.ranks_by_place(names), member_order.places_by_rank(names)
+    ranks, places = operations.ranks_by_place(names), operations.places_by_rank(names)
     assert [ranks[place] for place in places] == list(range(len(names)))
     if max(tasks) < 10:
         assert ranks == places == list(range(len(names)))

@@ -7,9 +7,9 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce.reducers import GradientReducer
-from keras_psplus.all_reduce.step.accumulators import Accumulators
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-from keras_psplus.all_reduce.topology.hops import compressors_per_hop
+from keras_psplus.all_reduce.step.updating import Accumulators
+from keras_psplus.all_reduce.topology.group_topology import compressors_per_hop
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.batches import Batch
 from keras_psplus.engine import Call

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.step import single_steps
+from keras_psplus.all_reduce.step import replica_functions
 
 
 def numbers(*shape):
@@ -30,7 +30,7 @@ class Doubling:
 
 
 def test_results_are_those_of_each_batch():
-    step = single_steps.of_iterator(Doubling(), 1)
+    step = replica_functions.single_steps_of(Doubling(), 1)
     iterator = iter(numbers(4, 3))
     for i in range(4):
         results = step(iterator)
@@ -41,7 +41,7 @@ def test_results_are_those_of_each_batch():
 
 
 def test_the_end_of_the_data_is_said_as_keras_expects_it():
-    step = single_steps.of_iterator(Doubling(), 1)
+    step = replica_functions.single_steps_of(Doubling(), 1)
     for length in 0, 1, 2:
         iterator = iter(numbers(length, 3))
         for _ in range(length):
@@ -52,7 +52,7 @@ def test_the_end_of_the_data_is_said_as_keras_expects_it():
 
 def test_one_trace_serves_all_iterators_of_a_kind():
     function = Doubling()
-    step = single_steps.of_iterator(function, 1)
+    step = replica_functions.single_steps_of(function, 1)
     first = iter(numbers(4, 3))
     step(first)
     # TensorFlow traces what has made variables a second time.
@@ -67,7 +67,7 @@ def test_one_trace_serves_all_iterators_of_a_kind():
 
 
 def test_other_batches_get_a_graph_of_their_own():
-    step = single_steps.of_iterator(Doubling(), 1)
+    step = replica_functions.single_steps_of(Doubling(), 1)
     by_kind = [iter(numbers(9, 3)), iter(numbers(9, 2, 2)), iter(numbers(9, 3).batch(2))]
     for _ in range(2):
         for iterator, shape in zip(by_kind, ([3], [2, 2], [2, 3])):
@@ -77,7 +77,7 @@ def test_other_batches_get_a_graph_of_their_own():
 
 def test_functions_run_eagerly_from_one_step_to_the_next():
     function = Doubling()
-    step = single_steps.of_iterator(function, 1)
+    step = replica_functions.single_steps_of(function, 1)
     iterator = iter(numbers(9, 3))
     step(iterator)
     step(iterator)
@@ -93,7 +93,7 @@ def test_functions_run_eagerly_from_one_step_to_the_next():
 
 
 def test_an_iterator_is_not_kept():
-    step = single_steps.of_iterator(Doubling(), 1)
+    step = replica_functions.single_steps_of(Doubling(), 1)
     iterator = iter(numbers(4, 3))
     step(iterator)
     step(iterator)
@@ -109,7 +109,7 @@ def test_a_failed_step_leaves_the_next_one_as_it_was():
         with tf.control_dependencies([tf.debugging.assert_none_equal(batch, 5.0)]):
             return batch + 0
 
-    step = single_steps.of_iterator(checked, 1)
+    step = replica_functions.single_steps_of(checked, 1)
     iterator = iter(numbers(4, 3))
     step(iterator)
     with pytest.raises(tf.errors.InvalidArgumentError):
@@ -119,4 +119,4 @@ def test_a_failed_step_leaves_the_next_one_as_it_was():
 
 def test_several_steps_at_once_are_left_to_keras():
     function = Doubling()
-    assert single_steps.of_iterator(function, 3) is function
+    assert replica_functions.single_steps_of(function, 3) is function

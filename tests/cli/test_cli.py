@@ -15,7 +15,7 @@ from keras_psplus import versions
 from keras_psplus.catalogue import lookup
 from keras_psplus.cli import bench, doctor, main, run
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.process.termination import GRACE_VARIABLE
+from keras_psplus.cluster.process.signals import GRACE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

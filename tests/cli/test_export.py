@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from keras_psplus.cli import main
-from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.discovery.find import find_task_config
 
 VERSION = "1.29"
 FLAGS = ["--image", "example/train:1"]

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from keras_psplus.cli import main
-from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor import job as job_folder
 from keras_psplus.cluster.monitor.json_log import JsonLog
 from keras_psplus.cluster.process import process_state
 from tests.cluster.test_trace import check as check_trace
@@ -141,7 +141,7 @@ def test_what_a_killed_launcher_has_left(capsys, tmp_path):
     assert "no job of `keras-psplus run` is under way" in capsys.readouterr().out
     source = (
         "import os, pathlib, signal\n"
-        "from keras_psplus.cluster.monitor.job_record import JobRecord\n"
+        "from keras_psplus.cluster.monitor.job import JobRecord\n"
         "record = JobRecord(['train.py'], {'worker': 1}, pathlib.Path('/logs'))\n"
         "record.__enter__()\n"
         "record.task_started('worker-0', os.getpid(), 0)\n"

@@ -3,8 +3,8 @@
 import dataclasses
 import signal
 
-from keras_psplus.cluster import processes, restarts
-from keras_psplus.cluster.launcher import task_ends, task_restarts
+from keras_psplus.cluster import processes
+from keras_psplus.cluster.launcher import task_ends
 from keras_psplus.cluster.processes import LocalCluster
 
 # Seconds between two looks of the launcher.
@@ -124,7 +124,7 @@ class Launcher:
     """
 
     def __init__(self, monkeypatch, folder):
-        self.clock = Clock(processes, restarts, task_ends, task_restarts, monkeypatch=monkeypatch)
+        self.clock = Clock(processes, processes, task_ends, task_ends, monkeypatch=monkeypatch)
         self.lines, self.processes, self._folder = [], [], folder
         self._patch = monkeypatch
         monkeypatch.setattr(processes, "_POLL", POLL)
@@ -159,7 +159,7 @@ class Launcher:
             alone = max_restarts - restart if tasks_alone else 0
             return self.cluster(lives, restart, task_restarts=alone, **options)
 
-        result = restarts.run(make, max_restarts, None, self.note, self.clock.sleep)
+        result = processes.run(make, max_restarts, None, self.note, self.clock.sleep)
         return result, numbers
 
 

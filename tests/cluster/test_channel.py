@@ -15,8 +15,7 @@ from keras_psplus.cluster.channel import client as client_module
 from keras_psplus.cluster.channel import server as server_module
 from keras_psplus.cluster.channel import sessions as sessions_module
 from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
-from keras_psplus.cluster.channel.connection_watch import ConnectionWatch
+from keras_psplus.cluster.channel.client import ChannelClient, ChannelError, ConnectionWatch
 from keras_psplus.cluster.channel.server import METHOD, ChannelServer
 from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
@@ -31,10 +30,10 @@ from keras_psplus.cluster.ports import control_address, free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.handshake import Listener
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.cluster.wire.listener import Listener
 from keras_psplus.errors import ClusterStartupError
-from keras_psplus.hybrid.rpc.control_link import ControlLink
+from keras_psplus.hybrid.rpc.servers import ControlLink
 from tests.cluster import certificates
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes, wait_for
 from tests.support.tables import for_each

@@ -8,7 +8,8 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.serving import claims as claims_module
-from keras_psplus.cluster.serving import control, shutdown
+from keras_psplus.cluster.serving import claims as control
+from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import LeaseHolder, ServerLease
 from keras_psplus.cluster.wire import handshake
 from tests.cluster import certificates
@@ -54,7 +55,7 @@ def test_another_token_is_refused(monkeypatch, caplog, tmp_path, mine, theirs):
     monkeypatch.setenv(TOKEN_VARIABLE, mine)
     (port,) = free_ports(1)
     task = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (f"127.0.0.1:{port}",)}, "ps", 0)
-    listener = shutdown.ShutdownListener()
+    listener = serve.ShutdownListener()
     channel = control.listen_to_chief(
         task, {"claim": LeaseHolder("127.0.0.1:1").claim, "word": listener.receive}
     )
@@ -66,14 +67,14 @@ def test_another_token_is_refused(monkeypatch, caplog, tmp_path, mine, theirs):
         message = r"ps-0 \(127.*ps-0 belongs to another job: its token differs"
         with pytest.raises(ClusterStartupError, match=message):
             lease.claim_all()
-        shutdown.ShutdownNotifier({"ps-0": task.address})
+        serve.ShutdownNotifier({"ps-0": task.address})
         assert not listener.has_chief_started
         monkeypatch.setenv(TOKEN_VARIABLE, mine)
         lease.claim_all()
         monkeypatch.setattr(lease, "_own", {**lease._own, "process": "z", "who": "another"})
         with pytest.raises(ClusterStartupError, match="serves another chief: chief .process"):
             lease.claim("ps-0")
-        shutdown.ShutdownNotifier({"ps-0": task.address})
+        serve.ShutdownNotifier({"ps-0": task.address})
         assert listener.is_chief_lost and not listener.has_chief_left
         # A chief and its servers have to agree on TLS.
         for name, value in certificates.make(tmp_path, "task").items():

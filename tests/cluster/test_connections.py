@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from keras_psplus.cluster.monitor import connections
+from keras_psplus.cluster.monitor import step_times
 
 
 def test_connections_to_an_address_are_cut():
@@ -24,9 +24,9 @@ def test_connections_to_an_address_are_cut():
             connect(listeners[0], socket.AF_INET6, "::ffff:127.0.0.1"),
         ]
         client, server = connect(listeners[1], socket.AF_INET, "127.0.0.1")
-        connections.cut(f"127.0.0.1:{listeners[0].getsockname()[1]}")
+        step_times.cut(f"127.0.0.1:{listeners[0].getsockname()[1]}")
         assert [end.recv(1) for pair in cut for end in pair] == [b""] * 4
         server.sendall(b"more")
         assert client.recv(4) == b"more"
-        connections.cut(f"localhost:{listeners[1].getsockname()[1]}")
+        step_times.cut(f"localhost:{listeners[1].getsockname()[1]}")
         assert client.recv(1) == b""

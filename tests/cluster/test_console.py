@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from keras_psplus.cluster.output.console import Console, OutputPump, plain, render, warn
-from keras_psplus.cluster.output.log_file import LogFile
+from keras_psplus.cluster.console import Console, LogFile, OutputPump, plain, render, warn
 from tests.support.tables import for_each
 
 

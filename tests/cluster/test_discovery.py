@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.cluster.discovery import layout, proxies, ranks
-from keras_psplus.cluster.discovery.discovery import find_ranks, find_task_config
+from keras_psplus.cluster.discovery import find, launchers
+from keras_psplus.cluster.discovery.find import find_ranks, find_task_config
 from tests.support.tables import for_each
 
 # As `srun -N2 --ntasks-per-node=2` of Slurm 22.05 sets them, for its second process.
@@ -279,18 +279,18 @@ COUNTS = st.fixed_dictionaries(
 def test_every_rank_is_another_task_of_one_cluster(counts):
     size = sum(counts.values())
     addresses = [f"h{i}:1" for i in range(size)]
-    found = [layout.task_config(counts, addresses, rank) for rank in range(size)]
+    found = [launchers.task_config(counts, addresses, rank) for rank in range(size)]
     assert len({config.name for config in found}) == size
     assert all(config.cluster == found[0].cluster for config in found)
     for rank, config in enumerate(found):
         assert config.address in (addresses[rank], None)
-    assert layout.parse(layout.text_of(counts)) == counts
+    assert launchers.parse(launchers.text_of(counts)) == counts
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
 def test_every_process_has_its_host(counts, cyclic):
     hosts = [f"h{i}" for i in range(len(counts))]
-    found = ranks.per_host(counts, hosts, cyclic)
+    found = launchers.per_host(counts, hosts, cyclic)
     assert [found.count(host) for host in hosts] == counts
     assert found[0] == "h0"
 
@@ -320,7 +320,7 @@ def test_a_proxy_is_kept_off_the_clusters_addresses(caplog):
         said = "without it (no_grpc_proxy has 10.0.0.1, 10.0.0.2" in caplog.text
         caplog.clear()
         assert said == (expected is not None)
-    assert proxies.proxy_of({"http_proxy": "p:1", "grpc_proxy": "p:2"}) == "grpc_proxy"
+    assert find.proxy_of({"http_proxy": "p:1", "grpc_proxy": "p:2"}) == "grpc_proxy"
     # Under a launcher's variables as well; each process sets it, the chief says so.
     environ = MPI | {"http_proxy": "p:1"}
     find_task_config(environ)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_psplus.cluster import gpus
+from keras_psplus.cluster import environment
 from keras_psplus.cluster.environment import plan_tasks
 
 TWO = {"CUDA_VISIBLE_DEVICES": "4,GPU-5"}
@@ -34,7 +34,7 @@ def test_more_workers_share_gpus_and_grow():
     names = [own["CUDA_VISIBLE_DEVICES"] for own in variables.values()]
     assert names == ["4", "GPU-5", "4"]
     assert all(own["TF_FORCE_GPU_ALLOW_GROWTH"] == "true" for own in variables.values())
-    said = gpus.describe(variables)
+    said = environment.describe(variables)
     assert said == "3 tasks share GPU 4, GPU-5, and each takes the memory that it needs"
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_set_where_there_are_none_or_on_other_hosts():
     assert seen({"CUDA_VISIBLE_DEVICES": ""}, workers=2) == {"worker-0": None, "worker-1": None}
     assert seen(workers=2, hosts=["a", "b"]) == {"worker-0": None, "worker-1": None}
     tasks = plan_tasks(workers=2, environ={"CUDA_VISIBLE_DEVICES": ""})
-    assert gpus.describe({task.name: task.variables for task in tasks}) == ""
+    assert environment.describe({task.name: task.variables for task in tasks}) == ""
 
 
 def test_too_many_are_refused():
@@ -56,8 +56,8 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    gpus._count.cache_clear()
+    environment._count.cache_clear()
     try:
-        assert gpus.visible({}) == ["0", "1"]
+        assert environment.visible({}) == ["0", "1"]
     finally:
-        gpus._count.cache_clear()
+        environment._count.cache_clear()

@@ -9,14 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keras_psplus.cli import main
-from keras_psplus.cluster import restarts
+from keras_psplus.cluster import processes
 from keras_psplus.cluster.environment import plan_tasks
-from keras_psplus.cluster.launcher import kernel_kills
-from keras_psplus.cluster.launcher.results import ClusterResult
-from keras_psplus.cluster.launcher.task_restarts import TaskRestarts
-from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
-from keras_psplus.cluster.monitor import job_folder
-from keras_psplus.cluster.monitor.job_record import JobRecord
+from keras_psplus.cluster.launcher import task_ends
+from keras_psplus.cluster.launcher.task_ends import ADD_WORKER, ClusterResult, TaskRestarts
+from keras_psplus.cluster.monitor import job
+from keras_psplus.cluster.monitor.job import JobRecord
 from tests.cluster.simulated import POLL, Launcher, Life
 from tests.support.tables import for_each
 
@@ -116,7 +114,7 @@ def test_the_end_of_a_cluster(options, lives, end, launcher):
 def test_who_was_ended_for_want_of_memory_is_named(launcher, monkeypatch, tmp_path):
     statistics = tmp_path / "vmstat"
     statistics.write_text("pgfault 1\noom_kill 3\n")
-    monkeypatch.setattr(kernel_kills, "_STATISTICS", statistics)
+    monkeypatch.setattr(task_ends, "_STATISTICS", statistics)
     launcher.clock.after(1, lambda: statistics.write_text("oom_kill 4"))
     result, _ = launcher.run({"worker-1": ends(1, -9)})
     assert result.how_it_failed == "ended by signal 9, by the kernel for want of memory"
@@ -128,7 +126,7 @@ def test_who_was_ended_for_want_of_memory_is_named(launcher, monkeypatch, tmp_pa
 def test_others_that_have_said_what_they_saw_are_not_waited_for(launcher, tmp_path):
     with JobRecord(["script.py"], {"worker": 3}, tmp_path) as record:
         for i in range(2):
-            failed = lambda name=f"worker-{i}": job_folder.mark_failed(record.folder, name)  # noqa: E731
+            failed = lambda name=f"worker-{i}": job.mark_failed(record.folder, name)  # noqa: E731
             launcher.clock.after(4 + i, failed)
         options = {"workers": 3, "failure_grace": 90, "kill_grace": 90, "record": record}
         result, seconds = launcher.run({"worker-2": ends(1, -9), "worker-0": DEAF}, **options)
@@ -143,7 +141,7 @@ def test_others_that_have_said_what_they_saw_are_not_waited_for(launcher, tmp_pa
 
 def test_who_only_serves_is_not_waited_for_when_the_chief_has_failed(launcher, tmp_path):
     with JobRecord(["script.py"], {"chief": 1, "worker": 1}, tmp_path) as record:
-        launcher.clock.after(1, lambda: job_folder.mark_serving(record.folder, "worker-0"))
+        launcher.clock.after(1, lambda: job.mark_serving(record.folder, "worker-0"))
         options = {"workers": 1, "chief": True, "failure_grace": 90, "idle_grace": 1}
         lives = {"chief-0": ends(2, 1), "worker-0": DEAF}
         result, seconds = launcher.run(lives, record=record, kill_grace=90, **options)
@@ -302,7 +300,7 @@ def test_other_ends_are_final(options):
             return ClusterResult({"worker-0": 1}, {}, "worker-0", **options)
 
     made, lines = [], []
-    restarts.run(lambda restart: made.append(restart) or Attempt(), 3, log=lines.append)
+    processes.run(lambda restart: made.append(restart) or Attempt(), 3, log=lines.append)
     assert made == [0] and lines == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_psplus.cluster.output import log_filter
+from keras_psplus.cluster import console
 from tests.support.tables import for_each
 
 STARTING = """\
@@ -49,17 +49,17 @@ UserWarning: something
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(log_filter, "_GPU_DRIVER", str(tmp_path / "driver"))
+    monkeypatch.setattr(console, "_GPU_DRIVER", str(tmp_path / "driver"))
 
 
 def test_what_tensorflow_says_of_itself():
-    is_noise = log_filter.NoiseFilter().is_noise
+    is_noise = console.NoiseFilter().is_noise
     assert [line for line in STARTING.splitlines() if not is_noise(line)] == []
 
 
 def test_everything_else_is_shown():
     # After a line of noise, whose second line might follow.
-    is_noise = log_filter.NoiseFilter().is_noise
+    is_noise = console.NoiseFilter().is_noise
     assert is_noise(STARTING.splitlines()[1])
     assert [line for line in SHOWN.splitlines() if is_noise(line)] == []
 
@@ -67,7 +67,7 @@ def test_everything_else_is_shown():
 def test_errors_of_cuda_where_there_is_a_gpu(tmp_path):
     (tmp_path / "driver").touch()
     (line,) = [line for line in STARTING.splitlines() if "cuInit" in line]
-    assert not log_filter.NoiseFilter().is_noise(line)
+    assert not console.NoiseFilter().is_noise(line)
 
 
 @for_each(
@@ -82,9 +82,9 @@ def test_errors_of_cuda_where_there_is_a_gpu(tmp_path):
     ],
 )
 def test_lines_within_lines(before, line):
-    assert log_filter.log_line_in(before + line) == len(before)
-    assert log_filter.log_line_in(line) is None
+    assert console.log_line_in(before + line) == len(before)
+    assert console.log_line_in(line) is None
 
 
 def test_a_line_that_speaks_of_the_library_is_one():
-    assert log_filter.log_line_in("see keras_psplus: the manual") is None
+    assert console.log_line_in("see keras_psplus: the manual") is None

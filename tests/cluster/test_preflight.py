@@ -12,7 +12,7 @@ from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.startup import peer_discovery, peer_sampling
+from keras_psplus.cluster.startup import peer_discovery
 from keras_psplus.cluster.startup.preflight import (
     check_local_address,
     probe_peers,
@@ -309,7 +309,7 @@ def test_own_name_that_leads_elsewhere_is_a_warning(monkeypatch):
 
 
 def test_the_first_task_of_a_large_cluster_may_find_itself_elsewhere(monkeypatch):
-    monkeypatch.setattr(peer_sampling, "EVERYBODY", 0)
+    monkeypatch.setattr(peer_discovery, "EVERYBODY", 0)
     monkeypatch.setattr(peer_discovery, "is_local", lambda host: False)
     found = []
     # What a service in front of it passes on to it.
@@ -340,7 +340,7 @@ def test_probe_peers():
 
 
 def test_tasks_of_a_large_cluster_call_a_few_and_hear_of_all(monkeypatch):
-    monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
+    monkeypatch.setattr(peer_discovery, "EVERYBODY", 4)
     calls, dial = [], handshake.dial
     monkeypatch.setattr(handshake, "dial", lambda *args: calls.append(args[0]) or dial(*args))
     cluster = make_cluster(24)
@@ -357,7 +357,7 @@ def test_tasks_of_a_large_cluster_call_a_few_and_hear_of_all(monkeypatch):
 
 
 def test_who_is_missing_in_a_large_cluster_is_said_by_the_first_task(monkeypatch):
-    monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
+    monkeypatch.setattr(peer_discovery, "EVERYBODY", 4)
     monkeypatch.setattr(peer_discovery, "_LOG_EVERY", 0.5)
     cluster = make_cluster(12)
     waiting = {
@@ -377,7 +377,7 @@ def test_who_is_missing_in_a_large_cluster_is_said_by_the_first_task(monkeypatch
 
 def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch, quick):
     """The others have their servers by then, and nobody calls it."""
-    monkeypatch.setattr(peer_sampling, "EVERYBODY", 4)
+    monkeypatch.setattr(peer_discovery, "EVERYBODY", 4)
     cluster = make_cluster(6)
     servers = []
     for index in (0, 1, 2, 3, 5):

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from keras_psplus.cluster import restarts
-from keras_psplus.cluster.output.console import Console
+from keras_psplus.cluster import processes
+from keras_psplus.cluster.console import Console
 from keras_psplus.cluster.processes import LocalCluster
 from tests.endings import wait_for_end
 from tests.support.jobs import WITHOUT_TENSORFLOW, wait_for
@@ -211,7 +211,7 @@ def test_every_attempt_has_new_ports_and_the_same_logs(tmp_path):
         command = [sys.executable, "-c", HEAD + textwrap.dedent(body)]
         return LocalCluster(command, workers=1, log_dir=tmp_path, restart=restart)
 
-    result = restarts.run(make, 5, log=lambda line: None, sleep=lambda seconds: None)
+    result = processes.run(make, 5, log=lambda line: None, sleep=lambda seconds: None)
     assert result.exit_code == 0
     first, heading, second = (tmp_path / "worker-0.log").read_text().splitlines()
     assert heading == "keras-psplus: restart 1"

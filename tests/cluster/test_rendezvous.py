@@ -11,7 +11,7 @@ import pytest
 
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.cluster.discovery.discovery import find_task_config
+from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.discovery.rendezvous import exchange_hosts
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.wire import handshake

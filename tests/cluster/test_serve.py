@@ -7,7 +7,7 @@ import pytest
 
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.serving import serve
-from keras_psplus.cluster.serving.shutdown import ShutdownListener
+from keras_psplus.cluster.serving.serve import ShutdownListener
 from keras_psplus.errors import ChiefLostError
 from tests.cluster.simulated import Clock
 from tests.support.jobs import run_in_processes
@@ -24,7 +24,7 @@ class Chief:
         monkeypatch.setattr(serve, "handshake", self)
         monkeypatch.setattr(serve, "wait_for_close", self._wait_for_close)
         signals = types.SimpleNamespace(SIGNAL=types.SimpleNamespace(watch=lambda: None))
-        monkeypatch.setattr(serve, "termination", signals)
+        monkeypatch.setattr(serve, "signals", signals)
 
     def listens(self, address, seconds=None):
         return any(begin <= self.clock.now < end for begin, end in self._spans)
@@ -102,7 +102,7 @@ from keras_psplus.cluster.startup.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf
-    from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
+    from keras_psplus.cluster.serving.serve import ShutdownNotifier
     wait_for_cluster(config, ("ps",), timeout=60)
     cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
     tf.config.experimental_connect_to_cluster(

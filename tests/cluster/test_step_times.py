@@ -7,8 +7,13 @@ import threading
 
 import pytest
 
-from keras_psplus.cluster.monitor.connections import PeerConnections
-from keras_psplus.cluster.monitor.step_times import StepTimes, apart, slowest, unpacked
+from keras_psplus.cluster.monitor.step_times import (
+    PeerConnections,
+    StepTimes,
+    apart,
+    slowest,
+    unpacked,
+)
 from tests.support.tables import for_each
 
 ALIKE = StepTimes(steps=10, seconds=0.3, data=0.05, link=0.05)

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from keras_psplus.cluster import restarts
+from keras_psplus.cluster import processes
 from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
 from tests.endings import wait_for_end
@@ -84,7 +84,7 @@ def test_a_killed_one_is_started_again_by_the_same_process(make, tmp_path):
             cluster.start = start_and_kill
         return cluster
 
-    result = restarts.run(attempt, 1, 60, sleep=lambda seconds: None)
+    result = processes.run(attempt, 1, 60, sleep=lambda seconds: None)
     assert result.exit_code == 0
     log = (tmp_path / "worker-1.log").read_text()
     assert log == "worker-1 first\nkeras-psplus: restart 1\nworker-1 again\n"

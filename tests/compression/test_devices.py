@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.compression.sparse.top_k import top_k
+from keras_psplus.compression.sparse import top_k
 from tests.compression.common import at, use_gpus
 from tests.support.tables import for_each
 

@@ -3,7 +3,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.compression.sparse import indices as two_bytes
+from keras_psplus.compression import sparse as two_bytes
 from tests.compression.common import bytes_of, few, use_gpus
 from tests.support.tables import for_each
 

@@ -2,7 +2,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.compression.sparse import indices
+from keras_psplus.compression import sparse
 from tests.compression.common import ALL, use_gpus
 from tests.gpu import kernels
 from tests.support.tables import for_each
@@ -48,7 +48,7 @@ def test_every_op_has_a_kernel_for_gpus(compressor, dtype, shape):
 def test_indices_in_long_rows_have_kernels_for_gpus():
     @tf.function(autograph=False)
     def there_and_back(found):
-        return indices.decode_indices_u16(*indices.encode_indices_u16(found, 300_000))
+        return sparse.decode_indices_u16(*sparse.encode_indices_u16(found, 300_000))
 
     assert for_processors_only(there_and_back, tf.TensorSpec([1, 1000], tf.int32)) == set()
 

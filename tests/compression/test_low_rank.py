@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
-from keras_psplus.compression.factors.low_rank import gram_schmidt
+from keras_psplus.compression.low_rank import gram_schmidt
 from tests.compression.common import few, round_trip, use_gpus
 from tests.support.tables import for_each
 

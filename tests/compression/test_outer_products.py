@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.compression.factors import outer_products
+from keras_psplus.compression import outer_products
 from tests.compression.common import at
 from tests.support.tables import for_each
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus import compression
-from keras_psplus.compression.sparse.bisection import nth_largest, ordered_bits
-from keras_psplus.compression.sparse.top_k import top_k
+from keras_psplus.compression.sparse import nth_largest, ordered_bits, top_k
 from tests.compression.common import arrays, at, bytes_of, few, round_trip
 from tests.support.tables import for_each
 

@@ -7,8 +7,8 @@ from concurrent import futures
 
 import pytest
 
-from keras_psplus.core.jobs import chief_only as module
-from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.core.jobs import control as module
+from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.core.jobs.failure import PeerLostError
 
 

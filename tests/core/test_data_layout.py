@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import epoch_iterator
 
-from keras_psplus.core.data import data_layout
+from keras_psplus.core.data import data_position
 
 ROWS, BATCH = 10, 4
 X = np.ones((ROWS, 2), "float32")
@@ -37,7 +37,7 @@ def generator():
 )
 def test_layout(data, expected):
     iterator = epoch_iterator.EpochIterator(**data())
-    found = data_layout.layout_of(iterator)
+    found = data_position.layout_of(iterator)
     assert tuple(found.values()) == expected
     # The same data resume; nothing is to be said.
-    data_layout.check(iterator, found, 1, 2)
+    data_position.check(iterator, found, 1, 2)

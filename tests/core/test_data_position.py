@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data.py_dataset import SharedShuffle
+from keras_psplus.all_reduce.data.elements import SharedShuffle
 from keras_psplus.all_reduce.data.sharding import of_one_replica
 from keras_psplus.core.data import data_position, iterator_release
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.data import data_seeds
+from keras_psplus.core.data import seeds
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +21,28 @@ def seeded():
 
 def test_what_is_drawn_afterwards_stays_the_same():
     expected = np.random.RandomState(5).rand(), random.Random(5).random()
-    data_seeds.draw()
+    seeds.draw()
     assert (np.random.rand(), random.random()) == expected
 
 
 def test_seeds_differ_until_the_seed_is_set_again():
-    first = [data_seeds.draw() for _ in range(3)]
+    first = [seeds.draw() for _ in range(3)]
     random.random()
-    first += [data_seeds.draw() for _ in range(2)]
+    first += [seeds.draw() for _ in range(2)]
     assert len(set(first)) == 5
     keras.utils.set_random_seed(5)
-    assert [data_seeds.draw() for _ in range(3)] == first[:3]
+    assert [seeds.draw() for _ in range(3)] == first[:3]
     for seed in (6, 7):
         tf.random.set_seed(seed)
-        first.append(data_seeds.draw())
+        first.append(seeds.draw())
     assert len(set(first)) == 7
 
 
 def test_a_state_goes_on_elsewhere():
-    data_seeds.draw()
-    state = json.loads(json.dumps(data_seeds.state()))
-    expected = [data_seeds.draw(), random.random()]
+    seeds.draw()
+    state = json.loads(json.dumps(seeds.state()))
+    expected = [seeds.draw(), random.random()]
     random.random()
-    data_seeds.draw()
-    data_seeds.restore(state)
-    assert [data_seeds.draw(), random.random()] == expected
+    seeds.draw()
+    seeds.restore(state)
+    assert [seeds.draw(), random.random()] == expected

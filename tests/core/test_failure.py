@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.process import exit_code
-from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.cluster.process import signals
+from keras_psplus.core.jobs import failure
 from tests.support.tables import for_each
 
 SAYS = "ps-0 (localhost:1): no answer in time; it hangs, or the link is too slow"
@@ -45,11 +45,11 @@ def test_the_line_that_says_it(text, line):
 )
 def test_others_are_told_of_an_exit_code_of_failure(code, is_cause, told, monkeypatch):
     messages = []
-    monkeypatch.setattr(error_report, "report", lambda message, post: messages.append(message))
-    monkeypatch.setattr(error_report, "_reported_at", None)
-    monkeypatch.setattr(exit_code.EXITS, "codes", [0, code])
+    monkeypatch.setattr(failure, "report", lambda message, post: messages.append(message))
+    monkeypatch.setattr(failure, "_reported_at", None)
+    monkeypatch.setattr(signals.EXITS, "codes", [0, code])
     monkeypatch.delattr(sys, "last_value", raising=False)
     task = TaskConfig({"worker": ("h:1", "h:2")}, "worker", 1)
-    error_report._at_exit(task, lambda: is_cause, None)
+    failure._at_exit(task, lambda: is_cause, None)
     message = f"worker-1 (h:2) has ended early. Received: exit code {code}"
-    assert messages == ([f"{error_report.ENDED}{message}"] if told else [])
+    assert messages == ([f"{failure.ENDED}{message}"] if told else [])

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_psplus.core.backup import callback_states
+from keras_psplus.core.backup import training_state
 from keras_psplus.core.backup.fit_progress import FitProgress
 
 
@@ -44,6 +44,6 @@ def test_patience_goes_on(kind):
     losses, resumed = list(enumerate([3.0, 2.0, 2.5, 2.5])), begun()
     before = begun()
     counted(before, losses[:3])
-    states, _ = callback_states.states_of([before])
-    callback_states.restore([resumed], states, {})
+    states, _ = training_state.states_of([before])
+    training_state.restore([resumed], states, {})
     assert counted(resumed, losses[3:]) == counted(begun(), losses)

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.graph.metric_logs import MetricLogs, refuse
+from keras_psplus.core.graph.metrics import MetricLogs, refuse
 
 
 def logs_of(step):

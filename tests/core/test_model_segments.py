@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_psplus.core.graph import model_segments
+from keras_psplus.core.graph import subgraph
 
 layers = keras.layers
 
@@ -23,10 +23,10 @@ def test_what_is_around_an_operation_is_one_segment_before_and_one_behind():
 
     def kind(operation):
         if operation.name == "add":
-            return model_segments.INHERITED
+            return subgraph.INHERITED
         return "as it is" if operation is bad else "compiled"
 
-    segments = model_segments.split(model, kind)
+    segments = subgraph.split(model, kind)
     assert names(segments) == [
         ("compiled", ["first", "twice", "twice"]),
         ("as it is", ["bad", "add"]),
@@ -42,5 +42,5 @@ def test_what_is_around_an_operation_is_one_segment_before_and_one_behind():
 
 def test_a_graph_of_one_kind_is_one_segment():
     model = keras.Sequential([keras.Input((3,)), *[layers.Dense(3) for _ in range(3)]])
-    (one,) = model_segments.split(model._functional, lambda operation: 0)
+    (one,) = subgraph.split(model._functional, lambda operation: 0)
     assert len(one.operations) == 3

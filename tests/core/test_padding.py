@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.batch.padding import LastRow, padded
+from keras_psplus.core.batch.batches import LastRow, padded
 
 SPECS = {
     "dense": tf.TensorSpec([None, None]),

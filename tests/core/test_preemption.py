@@ -12,7 +12,7 @@ import types
 import keras
 import pytest
 
-from keras_psplus.cluster.process import termination
+from keras_psplus.cluster.process import signals as termination
 from keras_psplus.core.backup import fit_progress
 from keras_psplus.core.jobs import preemption
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment
@@ -154,7 +154,7 @@ SOURCE = (
     WITHOUT_TENSORFLOW
     + """
 import ctypes, os, signal, sys, threading, time
-from keras_psplus.cluster.process.termination import SIGNAL
+from keras_psplus.cluster.process.signals import SIGNAL
 
 def me():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.base.optimizers import scalar_tensor
 
 
 def references_gained(make, number, dtype):

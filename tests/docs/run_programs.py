@@ -23,8 +23,7 @@ from tests import quick_start  # noqa: F401
 import pytest
 
 import keras_psplus
-from keras_psplus.cli import run
-from keras_psplus.cli.flags import layout
+from keras_psplus.cli import command_flags, run
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.in_process import InProcessCluster
 from keras_psplus.cluster.process.warm_server import Ending
@@ -72,7 +71,9 @@ def _tasks(program):
         return [("alone", {})]
     options = run._flags()
     options(["run", *shlex.split(program.flags)])
-    return [(task.name, task.variables) for task in plan_tasks(**layout.read(options)[0])]
+    return [
+        (task.name, task.variables) for task in plan_tasks(**command_flags.read_layout(options)[0])
+    ]
 
 
 def _become(directory, name, variables):

@@ -20,9 +20,9 @@ import tempfile
 import threading
 import time
 
-from keras_psplus.cluster.launcher.worker_range import ADD_WORKER
-from keras_psplus.cluster.monitor import job_requests
-from keras_psplus.cluster.monitor.job_record import JobRecord
+from keras_psplus.cluster.launcher.task_ends import ADD_WORKER
+from keras_psplus.cluster.monitor import job
+from keras_psplus.cluster.monitor.job import JobRecord
 from keras_psplus.cluster.processes import LocalCluster
 from tests import warm
 from tests.support.jobs import environment
@@ -183,8 +183,8 @@ class Trial:
 
     def add(self):
         """Adds a worker; returns its name, or None if there are three, some of which may leave."""
-        with contextlib.suppress(job_requests.RequestError, FileNotFoundError):
-            name = job_requests.ask(self._record.folder, ADD_WORKER, 15)
+        with contextlib.suppress(job.RequestError, FileNotFoundError):
+            name = job.ask(self._record.folder, ADD_WORKER, 15)
             self._served = self.log(name).count("serves on")
             self._here.add(name)
             self._did.append(f"+{name[-1]}")

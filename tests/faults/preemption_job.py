@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
-from keras_psplus.cluster.process import termination
+from keras_psplus.cluster.process import signals
 from tests.faults.at_batch import AtBatch
 
 folder, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -39,7 +39,7 @@ def tell_launcher():
         (folder / "told").touch()
         os.kill(os.getppid(), signal.SIGTERM)
         deadline = time.monotonic() + 60
-        while not termination.SIGNAL.is_noted:
+        while not signals.SIGNAL.is_noted:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     elif kind != "all_reduce":

@@ -26,8 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.core.backup import weights_in_memory
-from keras_psplus.core.data import data_seeds
+from keras_psplus.core.backup import backup_files
+from keras_psplus.core.data import seeds
 from tests.faults.at_batch import AtBatch
 from tests.support.parts import Interrupted
 
@@ -45,7 +45,7 @@ class DieInWrite(keras.callbacks.Callback):
         super().__init__()
         self.is_writing, self.trains_on = threading.Event(), False
         self._begun, self._first_after = 0, number * CASES["dies in a write"][2] + 1
-        keras_own = weights_in_memory.saving_lib
+        keras_own = backup_files.saving_lib
 
         class Store(keras_own.H5IOStore):
             entries, files = 0, 0
@@ -63,7 +63,7 @@ class DieInWrite(keras.callbacks.Callback):
                 return super().make(*args, **kwargs)
 
         names = {**vars(keras_own), "H5IOStore": Store}
-        weights_in_memory.saving_lib = types.SimpleNamespace(**names)
+        backup_files.saving_lib = types.SimpleNamespace(**names)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._begun += 1
@@ -250,7 +250,7 @@ def trainer(strategy, folder):
         # As a script without seeds, if this one is in a cluster.
         (random.seed if strategy.task else keras.utils.set_random_seed)(seed)
         # It is the first that draws seeds of data.
-        data_seeds.restore([*data_seeds.state()[:-1], 0])
+        seeds.restore([*seeds.state()[:-1], 0])
         with strategy.scope():
             model = keras.Sequential(
                 [

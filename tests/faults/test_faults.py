@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from keras_psplus.cluster import restarts
+from keras_psplus.cluster import processes
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.processes import LocalCluster
 from tests.lab import netlab
@@ -85,7 +85,7 @@ def run(folder, kind, faults, waited_for):
             return cluster
 
         kills = faults.count("kill")
-        result = restarts.run(make_cluster, kills, timeout=560, log=lines.append)
+        result = processes.run(make_cluster, kills, timeout=560, log=lines.append)
     return result, "\n".join(lines), {path.stem: path.read_text() for path in folder.glob("*.log")}
 
 

@@ -36,7 +36,7 @@ FAULTS = (
     Fault(
         "another worker's residual",
         "a worker keeps what the first worker left out of its sum, not what it left out itself",
-        "all_reduce/reduction/row_routes.py",
+        "all_reduce/reduction/routes.py",
         "keep(lambda: rows[rank : rank + 1])",
         "keep(lambda: rows[:1])",
         ("sharding/test_routes.py", "all_reduce/test_compression.py", "fidelity"),
@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         "a NaN that is not sent",
         "top-k takes NaN for a small element, so that an overflow goes unseen",
-        "compression/sparse/top_k.py",
+        "compression/sparse.py",
         "    candidates = _indices_of_false(tf.abs(row) <= threshold)\n",
         "    candidates = _indices_of_false(~(tf.abs(row) > threshold))\n",
         ("compression/test_sparsify.py", "compression/test_all.py", "compression"),
@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "a mean of means",
         "logs of a synchronous step weigh all workers alike, whatever their rows",
-        "parameter_server/steps/closure_totals.py",
+        "parameter_server/steps/logs.py",
         "            means = parts @ changes\n",
         "            means = changes.mean(0)\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "a push that nobody waits for",
         "a replica arrives at the barrier before servers have what it has pushed",
-        "hybrid/tables/barrier.py",
+        "hybrid/tables/prefetch.py",
         "        with tf.control_dependencies(answers):\n",
         "        with tf.control_dependencies(answers[:0]):\n",
         ("hybrid/test_barrier.py", "hybrid/test_training.py"),
@@ -136,7 +136,7 @@ FAULTS = (
     Fault(
         "a stale row",
         "a worker reads its copy of a row for one update longer than it may",
-        "hybrid/tables/hot_rows.py",
+        "hybrid/tables/row_cache.py",
         "            is_read = now - self._read_at[places] > self._staleness\n",
         "            is_read = now - self._read_at[places] > self._staleness + 1\n",
         ("hybrid/test_cache.py",),
@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "changes added up",
         "rounds of LocalSGD on servers add up what workers have changed, and take no mean",
-        "parameter_server/updates/local_sgd.py",
+        "parameter_server/local_sgd.py",
         "        scale = 1.0 / self._rounds.num_workers\n",
         "        scale = 1.0\n",
         ("parameter_server/test_updates.py",),
@@ -179,9 +179,9 @@ FAULTS = (
     Fault(
         "an exit that nobody hears of",
         "the other workers are not told that one has left with an exit code of failure",
-        "core/jobs/error_report.py",
-        "    if exit_code.is_bad() and _reported_at is None:\n",
-        "    if exit_code.last() is None and _reported_at is None:\n",
+        "core/jobs/failure.py",
+        "    if signals.is_bad() and _reported_at is None:\n",
+        "    if signals.last() is None and _reported_at is None:\n",
         ("core/test_failure.py", "multi_process/test_failures.py"),
     ),
     Fault(
@@ -195,7 +195,7 @@ FAULTS = (
     Fault(
         "a sum kept by all replicas",
         "sums of `gradient_accumulation_steps` that a backup has made global count for each worker",
-        "all_reduce/step/accumulators.py",
+        "all_reduce/step/updating.py",
         "            for variable in _accumulators(optimizer) if rank else ():\n",
         "            for variable in _accumulators(optimizer)[:0] if rank else ():\n",
         ("all_reduce/test_replica_step.py", "faults/test_steps.py"),
@@ -203,7 +203,7 @@ FAULTS = (
     Fault(
         "eleven workers in the order of their names",
         "worker 10's rows and sums are taken for worker 2's",
-        "all_reduce/collectives/member_order.py",
+        "all_reduce/collectives/operations.py",
         "    return sorted(range(len(names)), key=lambda rank: names[rank])\n",
         "    return sorted(range(len(names)))\n",
         ("all_reduce/test_member_order.py",),
@@ -211,7 +211,7 @@ FAULTS = (
     Fault(
         "rows in the order of groups",
         "with groups that are no ranges, workers take each other's rows of a sum",
-        "all_reduce/topology/part_routes.py",
+        "all_reduce/topology/shards.py",
         "for rank in sorted(peers)]",
         "for rank in peers]",
         ("sharding/test_routes.py", "sharding/test_shares.py"),
@@ -260,7 +260,7 @@ FAULTS = (
     Fault(
         "rows of the wrong step",
         "rows that are read ahead are those after the update in one worker, before it in another",
-        "hybrid/rows/row_undo_log.py",
+        "hybrid/rows.py",
         "tf.equal(step + 1, self._version.read_value())",
         "tf.equal(step, self._version.read_value())",
         ("hybrid/test_prefetch.py",),
@@ -310,7 +310,7 @@ FAULTS = (
     Fault(
         "an uneven batch in a sum",
         "accumulated gradients count alike, whatever the rows of their batches",
-        "updates/accumulation.py",
+        "updates/accumulate.py",
         "        _, rows = step.rows()\n",
         "        rows = tf.constant(1.0)\n",
         ("updates/test_rules.py", "all_reduce/test_updates.py", "parameter_server/test_updates.py"),
@@ -318,7 +318,7 @@ FAULTS = (
     Fault(
         "rows of an earlier round",
         "a worker's weights count by its rows of all rounds, not of this one",
-        "updates/fragment.py",
+        "updates/local_sgd.py",
         "        self._seen.assign(tf.zeros_like(self._seen), read_value=False)\n",
         "",
         ("updates/test_rules.py", "all_reduce/test_updates.py"),
@@ -326,7 +326,7 @@ FAULTS = (
     Fault(
         "an outer step from the wrong weights",
         "DiLoCo's outer optimizer changes each worker's own weights, not the common ones",
-        "updates/fragment.py",
+        "updates/local_sgd.py",
         "            for one, anchor in zip(own, self._anchors):\n"
         "                one.assign(anchor.read_value(), read_value=False)\n"
         "            with step",
@@ -336,7 +336,7 @@ FAULTS = (
     Fault(
         "an infinite metric",
         "a metric that has become infinite is NaN from the next batch on",
-        "core/base/metric_state.py",
+        "core/graph/metrics.py",
         "    return tf.where(tf.equal(after, before), tf.zeros_like(after), after - before)\n",
         "    return after - before\n",
         ("all_reduce/test_replica_step.py",),
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         "a seed drawn twice",
         "two calls of `fit` in a row shuffle their data alike",
-        "core/data/data_seeds.py",
+        "core/data/seeds.py",
         "        self._count += 1\n",
         "",
         ("core/test_data_seeds.py",),
@@ -360,7 +360,7 @@ FAULTS = (
     Fault(
         "residuals that are not restored",
         "a resumed job begins without what compressors had left out",
-        "core/state/worker_files.py",
+        "core/worker_files.py",
         "state.by_unit(owner_name, arrays)",
         "state.by_unit(owner_name, {})",
         ("core/test_worker_state.py", "faults/test_worker_states.py", "faults/test_steps.py"),
@@ -376,7 +376,7 @@ FAULTS = (
     Fault(
         "patience that begins again",
         "EarlyStopping in a resumed job has forgotten how long it has waited",
-        "core/backup/callback_states.py",
+        "core/backup/training_state.py",
         '"wait stopped_epoch best best_epoch"',
         '"stopped_epoch best best_epoch"',
         ("core/test_fit_progress.py", "faults/test_backup.py"),
@@ -385,8 +385,8 @@ FAULTS = (
         "a damaged backup",
         "the digests of a backup's files are not compared, and a job resumes from a damaged one",
         "core/backup/backup_states.py",
-        "            problem = digests.problem_of(path, expected)\n",
-        "            problem = digests.problem_of(path, expected) if suffix else None\n",
+        "            problem = integrity.problem_of(path, expected)\n",
+        "            problem = integrity.problem_of(path, expected) if suffix else None\n",
         ("core/test_backup_files.py", "faults/test_backup.py"),
     ),
     Fault(
@@ -400,7 +400,7 @@ FAULTS = (
     Fault(
         "a failure's exit code",
         "a job whose worker ends with an error of its own is said to have ended well",
-        "cluster/launcher/results.py",
+        "cluster/launcher/task_ends.py",
         "self.chief_has_ended_well and is_worker and code < 0",
         "self.chief_has_ended_well and is_worker",
         ("cluster/test_launcher.py", "cluster/test_processes.py"),
@@ -408,7 +408,7 @@ FAULTS = (
     Fault(
         "restarts that do not count",
         "workers that were started again by themselves leave a job as many restarts as before",
-        "cluster/restarts.py",
+        "cluster/processes.py",
         "        restart += result.task_restarts\n",
         "",
         ("cluster/test_launcher.py", "cluster/test_processes.py"),
@@ -425,7 +425,7 @@ FAULTS = (
     Fault(
         "an expired row that comes back",
         "an update of a key that has expired goes on from its old row",
-        "tables/expiry.py",
+        "tables/admission.py",
         "        living = self.living(key_rows, rows)\n"
         "        late = tf.gather(rows, places_of(living < rows))\n"
         "        key_rows.remove(late)\n"
@@ -436,7 +436,7 @@ FAULTS = (
     Fault(
         "an expired key that is served",
         "rows that have expired stay in the versions of a table that are published",
-        "tables/changes.py",
+        "tables/snapshot.py",
         "    gone.append(keys[~lives])\n",
         "",
         ("tables/test_changes.py", "serving"),

@@ -42,7 +42,7 @@ KNOWN = [
         "the time is read on the host; it waits for control edges only, and nothing waits for it",
         (NO_KERNEL,),
         ("Timestamp",),
-        ("core/batch/clock.py *", "hybrid/rpc/*"),
+        ("core/batch/replica_step.py *", "hybrid/rpc/*"),
     ),
     Known(
         "names and error messages of calls to servers are text, which is always on the host",
@@ -76,7 +76,7 @@ KNOWN = [
         "ids are copied in the step with tables: it is the host that needs them",
         (BATCH,),
         ("Placeholder",),
-        ("all_reduce/step/single_steps.py step",),
+        ("all_reduce/step/replica_functions.py step",),
         # Float inputs of other steps would be found.
         dtypes="int*",
     ),
@@ -95,7 +95,7 @@ KNOWN = [
         "one or two counts from each replica, by which the host chooses a branch, or pads rows",
         (COPY, INT32, WAIT),
         ("Max", "Reshape"),
-        ("all_reduce/reduction/factor_sums.py *", "all_reduce/collectives/* gather_rows"),
+        ("all_reduce/reduction/routes.py *", "all_reduce/collectives/* gather_rows"),
         dtypes="int32",
         # One for each of two replicas: all layers are counted at once.
         times=2,
@@ -104,7 +104,7 @@ KNOWN = [
         "the host has to know how many elements have been chosen on the GPU",
         (WAIT,),
         ("EnsureShape", "Range", "SparseToDense", "StatelessWhile"),
-        ("compression/sparse/*",),
+        ("compression/sparse.py *",),
     ),
     Known(
         "keys of collectives are counted on the host, behind what a sum or a gathering waits for",
@@ -125,7 +125,7 @@ KNOWN = [
         "at an epoch's end, whether a replica has taken steps that are not averaged yet",
         (WAIT,),
         ("If",),
-        ("updates/fragment.py finish",),
+        ("updates/local_sgd.py finish",),
         dtypes="bool",
         # Each of two replicas.
         times=2,
@@ -141,7 +141,7 @@ KNOWN = [
         "a worker looks whether it has its state, or has begun anew",
         (WAIT,),
         ("If",),
-        ("parameter_server/state/worker_variables.py *",),
+        ("parameter_server/state.py *",),
         dtypes="bool",
     ),
 ]

@@ -36,9 +36,9 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.files import shard_files
+from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid.tables.dynamic import DynamicTable
-from keras_psplus.hybrid.tables.hot_rows import HotRows
+from keras_psplus.hybrid.tables.row_cache import HotRows
 from keras_psplus.hybrid.tables.table import Table
 from tests.support.jobs import wait_for
 

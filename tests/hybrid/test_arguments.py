@@ -3,7 +3,7 @@
 import pytest
 
 import keras_psplus as psp
-from keras_psplus.hybrid.rows.row_codec import compressor_for_rows
+from keras_psplus.hybrid.rows import compressor_for_rows
 from tests.support.tables import for_each
 
 Cache = psp.tables.Cache

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_psplus.hybrid.tables.barrier import Barrier
+from keras_psplus.hybrid.tables.prefetch import Barrier
 
 
 class Extended:

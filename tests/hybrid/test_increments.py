@@ -7,13 +7,13 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.errors import TableServerError
-from keras_psplus.files import atomic, shard_files
-from keras_psplus.files.table_files import read_list, stems_of, write_list
+from keras_psplus.files import atomic, tables
+from keras_psplus.files.tables import read_list, stems_of, write_list
 from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.tables import changes, policies
-from keras_psplus.tables.rows.frozen_rows import FrozenRows
+from keras_psplus.tables import policies, snapshot
+from keras_psplus.tables.rows.chunks import FrozenRows
 from keras_psplus.tables.rows.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
 from tests.tables.test_files import SLOTS, state
@@ -131,7 +131,7 @@ def test_a_backup_that_was_prepared_traces_nothing_and_loses_nothing(tmp_path, m
 
 @pytest.mark.extended
 def test_changes_are_as_large_as_what_was_touched_until_all_is_written_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "_LEAST_CHANGED", 0)
+    monkeypatch.setattr(snapshot, "_LEAST_CHANGED", 0)
     job, folder = Job(), str(tmp_path)
     keys, gradient = np.arange(6000, dtype=np.int64), np.ones([6000, DIM], np.float32)
     sizes, counts = [], []
@@ -167,7 +167,7 @@ class Killer:
             (tf.io.gfile, "rename"),
             (tf.io.gfile, "remove"),
             (tf.io.gfile, "makedirs"),
-            (shard_files, "remove_tree"),
+            (tables, "remove_tree"),
             (atomic, "sync"),
         ):
             patch.setattr(owner, name, self._around(getattr(owner, name)))

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_psplus.hybrid.rows import initial_rows
+from keras_psplus.hybrid import rows as initial_rows
 from tests.support.jobs import run_script
 from tests.support.tables import for_each
 

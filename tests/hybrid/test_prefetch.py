@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data.lookahead import with_next
 from keras_psplus.core.batch.batches import World, split
-from keras_psplus.hybrid.rows import subgraph
+from keras_psplus.hybrid import rows as subgraph
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.tables.rows.row_optimizer import config_of

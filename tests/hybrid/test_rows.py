@@ -3,11 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows.row_codec import (
-    MESSAGE_BYTES,
-    RowCodec,
-    compressor_for_rows,
-)
+from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec, compressor_for_rows
 from tests.support.tables import for_each
 
 STEP = tf.constant(0, tf.int64)

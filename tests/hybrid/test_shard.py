@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.shard import TableShard
-from keras_psplus.tables import initial_rows
+from keras_psplus.tables import keys
 from keras_psplus.tables.rows.row_optimizer import config_of
 
 ROWS, DIM = 12, 3
@@ -78,7 +78,7 @@ def test_a_sum_or_each_push_is_regularized_clipped_and_decays(sync, expected):
 
 
 def test_keys_that_are_inserted_begin_with_the_slots_of_the_last_optimizer():
-    initializer = initial_rows.check_initializer("ones")
+    initializer = keys.check_initializer("ones")
     spec = {"key": 0, "name": "table", "dim": DIM, "initializer": initializer, "default": "zeros"}
     spec |= {"admit": None, "expire": []}
     shard = DynamicShard(spec, 0, 1, None, None, replicas=1, sync=False)

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keras_psplus.core.backup.backup_tables import BackupTables, read_here
-from keras_psplus.files import shard_files
-from keras_psplus.files.shard_files import rows_of
-from keras_psplus.files.table_files import LIST, read_list, write_list
+from keras_psplus.files import tables as shard_files
+from keras_psplus.files.tables import LIST, read_list, rows_of, write_list
 from keras_psplus.hybrid import TableFiles
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import TableShard

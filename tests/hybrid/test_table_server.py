@@ -16,16 +16,14 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.files.table_files import read_list
+from keras_psplus.files.tables import read_list
 from keras_psplus.hybrid.files import saving
 from keras_psplus.hybrid.rpc import servers as servers_module
-from keras_psplus.hybrid.rpc.control_link import ControlLink
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.rpc.servers import ControlLink, Servers
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
-from keras_psplus.hybrid.server.folders import Folders
-from keras_psplus.hybrid.server.table_server import TableServer
+from keras_psplus.hybrid.server.table_server import Folders, TableServer
 from keras_psplus.hybrid.tables.table import Table, pull, push
-from keras_psplus.tables import initial_rows
+from keras_psplus.tables import keys
 from keras_psplus.tables.rows.row_optimizer import config_of
 from tests.hybrid import stranger
 
@@ -294,7 +292,7 @@ def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_
 def test_the_first_backup_is_prepared_before_training(first, monkeypatch, tmp_path):
     prepared, server = [], make_server()
     monkeypatch.setattr(DynamicShard, "prepare_capture", lambda shard: prepared.append(asked[-1]))
-    initializer = initial_rows.check_initializer("uniform")
+    initializer = keys.check_initializer("uniform")
     spec = {"name": "keys", "key": 0, "dim": 2, "initializer": initializer, "kind": "dynamic"}
     spec |= {"default": "zeros", "admit": None, "expire": []}
     config = config_of(tf.keras.optimizers.SGD(1.0), None, None, None)

@@ -284,9 +284,9 @@ def save_and_load_plain(folder):
 
 
 def leave():
-    from keras_psplus.cluster.process import exit_code
+    from keras_psplus.cluster.process import signals
 
-    exit_code.watch()
+    signals.watch()
     with contextlib.suppress(SystemExit):
         sys.exit(0)
     sys.excepthook(ArithmeticError, ArithmeticError("shown by the job"), None)

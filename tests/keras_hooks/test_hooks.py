@@ -34,7 +34,7 @@ GRADIENT_PATH = {
     # The sums are those of this optimizer on this replica, by buckets and routes.
     "all_reduce/reducers.py",
     "all_reduce/reduction/compressed.py",
-    "all_reduce/reduction/row_routes.py",
+    "all_reduce/reduction/routes.py",
     # Each piece is encoded, with what is left of it, and packed into words.
     "compression/kernels.py",
     "compression/quantize.py",
@@ -125,7 +125,7 @@ def test_engines_answer_calls_that_hooks_make():
     names |= {"steps_end", "test_steps_end", "make_table"}
     for package in ("all_reduce", "parameter_server", "hybrid", "pipeline", "sharding"):
         importlib.import_module(f"keras_psplus.{package}.engine")
-    importlib.import_module("keras_psplus.hybrid.sharded")
+    importlib.import_module("keras_psplus.hybrid.engine")
     for engine in engines():
         if engine.__module__.startswith("keras_psplus."):
             assert set(engine._answers) <= names

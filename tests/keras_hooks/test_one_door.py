@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus
-from keras_psplus.keras_hooks import finders
+from keras_psplus.keras_hooks import hook
 from tests.support.jobs import run_script
 
 
@@ -46,12 +46,12 @@ def test_the_hooks_know_no_strategy():
 
 def test_other_strategies_have_no_engine(monkeypatch):
     # Tables in memory, which an earlier test of this process may have made, have one.
-    monkeypatch.setattr(finders.local, "engine_in_use", lambda: None)
+    monkeypatch.setattr(hook.local, "engine_in_use", lambda: None)
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        assert finders.of_scope() is None
-        assert finders.of_optimizer(keras.optimizers.SGD()) is None
-    assert finders.of_scope() is None
-    assert finders.of_step() is None
+        assert hook.of_scope() is None
+        assert hook.of_optimizer(keras.optimizers.SGD()) is None
+    assert hook.of_scope() is None
+    assert hook.of_step() is None
 
 
 PLAIN = """

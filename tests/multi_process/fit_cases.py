@@ -36,8 +36,7 @@ def without_loss(name):
 
 @contextlib.contextmanager
 def _compressing(extended):
-    from keras_psplus.all_reduce.topology.group_topology import FLAT
-    from keras_psplus.all_reduce.topology.hops import compressors_per_hop
+    from keras_psplus.all_reduce.topology.group_topology import FLAT, compressors_per_hop
 
     hops = extended._hops
     extended._hops = compressors_per_hop(_lossless(), FLAT)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression, native
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.compression import kernels as fused
 from tests.compression.common import at
 from tests.support.tables import for_each
@@ -167,9 +167,9 @@ def test_sums_of_workers_and_their_states_are_the_same(compressor, sizes, monkey
         def run(tensors, before):
             # By this name a residual would come first, if graphs made one sum of it and others:
             # they sort what they add up.
-            return row_routes.split(Pair(), 0, 2, compressor, tensors, before, at(0))[:2]
+            return routes.split(Pair(), 0, 2, compressor, tensors, before, at(0))[:2]
 
-        state, sums = row_routes.split_init(2, compressor, example), []
+        state, sums = routes.split_init(2, compressor, example), []
         for step in range(4):
             tensors = [tf.constant(filled("normal", [size], seed=step)) for size in sizes]
             if step == 2:

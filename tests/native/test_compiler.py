@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import native
-from keras_psplus.native import cache
 from keras_psplus.native import compiler as builder
+from keras_psplus.native import compiler as cache
 from tests import warm
 from tests.endings import wait_for_end
 

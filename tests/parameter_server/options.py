@@ -36,13 +36,13 @@ def options(
     import tensorflow as tf
 
     from keras_psplus.parameter_server import modes
-    from keras_psplus.parameter_server.placement.balance import Placement
+    from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
+    from keras_psplus.parameter_server.placement import Placement
     from keras_psplus.parameter_server.sync.automatic import OverlapChoice
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
-    from keras_psplus.parameter_server.tracing import local_copies
-    from keras_psplus.parameter_server.transport.compressors import Compressors
-    from keras_psplus.parameter_server.updates.local_sgd_updates import LocalSGDUpdates
-    from keras_psplus.parameter_server.updates.worker_updates import WorkerUpdates
+    from keras_psplus.parameter_server.tracing import worker_function
+    from keras_psplus.parameter_server.transport.reads import Compressors
+    from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
     context, extended = strategy._context, strategy.extended
     mode = modes.check_mode(mode or strategy.mode, backup_workers, max_staleness)
@@ -63,7 +63,7 @@ def options(
         attempts.__dict__ |= StepAttempts(backup_workers).__dict__ | {"_stamps": attempts._stamps}
         swap(context, attempts=attempts)
         # A function that a case before has traced.
-        swap(local_copies.writes, are_traced=False)
+        swap(worker_function.writes, are_traced=False)
         # Bytes are counted anew, too.
         swap(context.totals, _bytes={})
         swap(extended, compressors=compressors)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.compressors import Compressors
+from keras_psplus.parameter_server.transport.reads import Compressors
 from tests.parameter_server import compression_cases as cases
 from tests.support.cluster import run
 from tests.support.tables import for_each

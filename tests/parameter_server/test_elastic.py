@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from keras_psplus.cli import main
-from keras_psplus.cluster.monitor import job_folder
+from keras_psplus.cluster.monitor import job as job_folder
 from tests.parameter_server import kill_job
 from tests.parameter_server.test_jobs import check_table, result_of
 from tests.support import jobs

@@ -10,12 +10,10 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.parameter_server.scheduling import connecting, membership
-from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.closures import Closure
+from keras_psplus.parameter_server.scheduling.clocks import Clocks, RemoteWorker
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
+from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Lane
-from keras_psplus.parameter_server.scheduling.workers import RemoteWorker
 from keras_psplus.parameter_server.tracing import losses
 from tests.support.tables import for_each
 
@@ -278,8 +276,8 @@ def test_a_worker_that_does_not_answer_while_tensorflow_connects(
 
     monkeypatch.setenv("GRPC_FAIL_FAST", "use_caller")
     monkeypatch.setattr(connecting, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(connecting.connections, "cut", note_cut)
-    monkeypatch.setattr(connecting.job_failure, "exit_now", note_end)
+    monkeypatch.setattr(connecting.step_times, "cut", note_cut)
+    monkeypatch.setattr(connecting.failure, "exit_now", note_end)
     silent.add(1)
     updates.errors.append(LOST)
     with pytest.raises(tf.errors.UnavailableError):

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.closures import Closure
-from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
+from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 from keras_psplus.parameter_server.sync.sync_steps import split

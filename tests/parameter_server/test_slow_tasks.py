@@ -6,11 +6,17 @@ import pathlib
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.parameter_server.scheduling.closures import Run
+from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.parameter_server.scheduling.queue import Run
 from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
-from keras_psplus.parameter_server.tracing.traffic import CallCosts, TrafficSummary
-from keras_psplus.parameter_server.tracing.transfer_timer import READ, SEND, Part, TransferTimer
+from keras_psplus.parameter_server.tracing.traffic import (
+    READ,
+    SEND,
+    CallCosts,
+    Part,
+    TrafficSummary,
+    TransferTimer,
+)
 from tests.cluster.test_trace import check
 from tests.support import jobs
 

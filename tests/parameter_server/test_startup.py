@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.cluster.channel.sessions import RefusedError
-from keras_psplus.cluster.serving import control, serve
+from keras_psplus.cluster.serving import claims, serve
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.parameter_server.extended import gpus_per_worker
 from keras_psplus.parameter_server.startup import Servers
@@ -30,7 +30,7 @@ def servers_with(monkeypatch, answer, knows_claims=True):
             raise answer
         return answer
 
-    monkeypatch.setattr(control, "ask", ask)
+    monkeypatch.setattr(claims, "ask", ask)
     servers = object.__new__(Servers)
     servers._lease = Lease(knows_claims)
     return servers

@@ -5,11 +5,10 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals
+from keras_psplus.parameter_server.steps.logs import ClosureTotals
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.sync.step_update import StepUpdates
-from keras_psplus.parameter_server.tracing.local_copies import writes
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, writes
 
 
 def test_a_share_that_is_computed_again_voids_its_attempt():

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.pipeline import arguments
+from keras_psplus.pipeline import strategy as arguments
 from tests.support.tables import for_each
 
 

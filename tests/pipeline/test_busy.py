@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.base.busy import LINK, WAIT, WORK, Span, intervals, work_and_links
+from keras_psplus.pipeline.base.schedule import LINK, WAIT, WORK, Span, intervals, work_and_links
 
 
 def seconds(stages):

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.pipeline.graph import layer_call
-from keras_psplus.pipeline.split import costs, measure, memory, partition, timing
-from keras_psplus.pipeline.split.timing import Times
+from keras_psplus.pipeline.split import costs, measure, memory, partition
+from keras_psplus.pipeline.split.measure import Times
 from tests.pipeline.models import CPU, Task, X, Y, layers, train
 
 pytestmark = pytest.mark.processes
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True)
 def small_models_are_measured(monkeypatch):
     monkeypatch.setattr(measure, "_LEAST_FLOPS", 0.0)
-    monkeypatch.setattr(timing, "_REPEATED", 0.001)
+    monkeypatch.setattr(measure, "_REPEATED", 0.001)
     monkeypatch.setattr(measure, "_BUDGET", 300.0)
 
 
@@ -81,9 +81,9 @@ def test_names_and_seeds_are_those_of_the_script(pipeline, monkeypatch):
         return model, history, later.name, later.get_weights(), drawn
 
     timed = []
-    of_call = timing.time_layer_call
+    of_call = measure.time_layer_call
     monkeypatch.setattr(
-        timing, "time_layer_call", lambda *args: timed.append(args) or of_call(*args)
+        measure, "time_layer_call", lambda *args: timed.append(args) or of_call(*args)
     )
     # What is measured differs from run to run.
     monkeypatch.setattr(partition, "balance", lambda times, *_: [0, 0, 1, 1, 1])
@@ -127,7 +127,7 @@ def test_layers_that_are_alike_are_measured_once(pipeline, monkeypatch):
         timed.append((layer.name, rows, device))
         return Times(1.0, 2.0)
 
-    monkeypatch.setattr(timing, "time_layer_call", of_call)
+    monkeypatch.setattr(measure, "time_layer_call", of_call)
 
     def make():
         return keras.Sequential([layers.Dense(12) for _ in range(9)] + [layers.Dense(3)])
@@ -144,16 +144,16 @@ def test_a_layer_that_cannot_be_measured_is_counted(pipeline, monkeypatch, caplo
             tf.print("writes")
             return tf.numpy_function(lambda a: a, [x], tf.float32)
 
-    with pytest.raises(timing.CannotBeTimed, match=r"effects.*Received: "):
+    with pytest.raises(measure.CannotBeTimed, match=r"effects.*Received: "):
         form = layer_call.TensorForm((32, 4), "float32", False, True)
-        timing.time_layer_call(Writes(), layer_call.LayerCall((form,), {}, 32), 8, CPU)
+        measure.time_layer_call(Writes(), layer_call.LayerCall((form,), {}, 32), 8, CPU)
 
     def of_call(layer, *args):
         if layer.units == 6:
             raise ValueError("out of luck")
         return Times(3.0, 5.0)
 
-    monkeypatch.setattr(timing, "time_layer_call", of_call)
+    monkeypatch.setattr(measure, "time_layer_call", of_call)
     found = costs_of(
         pipeline(2),
         lambda: keras.Sequential([layers.Dense(12), layers.Dense(6)]),

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.catalogue import lookup
-from keras_psplus.cli.flags import combinations
-from keras_psplus.cli.flags.parsing import UsageError
+from keras_psplus.cli import command_flags
+from keras_psplus.cli.command_flags import UsageError
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.pipeline.base import batch_parts
 from tests.pipeline import models
@@ -140,11 +140,11 @@ def test_the_launcher_knows_pipelines(tmp_path):
         "    return keras_psplus.PipelineStrategy(pipelines=2, **options)\n"
     )
     layout = {"workers": 4, "ps": 0, "chief": True}
-    combinations.check_combination(str(path), layout, {"compression": "bf16"})
+    command_flags.check_combination(str(path), layout, {"compression": "bf16"})
     with pytest.raises(UsageError, match="has 2 pipelines.*pass --workers 2 or 4.*Received: "):
-        combinations.check_combination(str(path), {**layout, "workers": 3}, {})
+        command_flags.check_combination(str(path), {**layout, "workers": 3}, {})
     with pytest.raises(UsageError, match="has no `updates`"):
-        combinations.check_combination(str(path), layout, {"updates": "accumulate:2"})
+        command_flags.check_combination(str(path), layout, {"updates": "accumulate:2"})
     with pytest.raises(UsageError, match="has one pipeline, which sends no gradients"):
-        combinations.check_combination("pipeline", layout, {"compression": "int8"})
+        command_flags.check_combination("pipeline", layout, {"compression": "int8"})
     assert "pipeline" in lookup.names()

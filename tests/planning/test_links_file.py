@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from keras_psplus.all_reduce.collectives import member_order
+from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.planning import links_file
 from keras_psplus.planning.links_file import Link, Links
@@ -49,8 +49,8 @@ def test_a_ring_goes_round_tasks_as_tensorflow_does(first):
     hosts = [task_name(job, index) for job, index, _ in task.tasks()]
     assert hosts[0] == f"{first}-0"
     near = {pair: Link(0.1, 1e9) for pair in itertools.combinations(range(len(hosts)), 2)}
-    names = member_order.names_of(task, 1)
-    assert Links(hosts, near).ring == member_order.ranks_by_place(names)
+    names = operations.names_of(task, 1)
+    assert Links(hosts, near).ring == operations.ranks_by_place(names)
     # Worker 10 comes before worker 2, and so is no neighbour of worker 9.
     after_nine = near | {(hosts.index("worker-9"), hosts.index("worker-10")): Link(9.0, 1e6)}
     assert Links(hosts, after_nine).slowest_of_ring == Link(0.1, 1e9)

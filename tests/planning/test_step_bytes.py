@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from keras_psplus.planning import step_bytes
-from keras_psplus.planning.step_bytes import Table, Variable, Work
-from keras_psplus.planning.traits import Traits, traits_of
+from keras_psplus.planning.step_bytes import Table, Traits, Variable, Work, traits_of
 
 DENSE = Work([Variable((1000, 1000), factor_rows=10), Variable((1000,))])
 SPARSE = Work([Variable((10, 10))], [Table(100_000, 10, {1: 1000, 2: 1500, 4: 2250})])

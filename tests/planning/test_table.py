@@ -5,8 +5,8 @@ import json
 import pytest
 
 from keras_psplus.planning import table
+from keras_psplus.planning.step_bytes import Traits
 from keras_psplus.planning.table import Cluster, Facts
-from keras_psplus.planning.traits import Traits
 
 ENTRIES = {
     "single": Traits("alone"),

@@ -4,8 +4,7 @@ import pytest
 
 import keras_psplus as psp
 from keras_psplus.all_reduce import shard_option
-from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology.group_topology import Hops, Topology
 from keras_psplus.compression import Int8
 from tests.support.tables import for_each
 

@@ -8,7 +8,7 @@ from keras_psplus import compression
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.all_reduce.topology.levels import Hop
-from keras_psplus.all_reduce.topology.part_routes import Route
+from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ParameterPart

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.topology.part_routes import Route
+from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.places import Place
 from tests.support.tables import for_each

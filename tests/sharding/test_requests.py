@@ -1,6 +1,6 @@
 """Answers to the requests of one worker that others wait for as well."""
 
-from keras_psplus.sharding import requests
+from keras_psplus.sharding import store
 from tests.support.tables import for_each
 
 OWN = {"variable": 3, "steps": 5, "writes": 1}
@@ -20,12 +20,12 @@ OWN = {"variable": 3, "steps": 5, "writes": 1}
     ],
 )
 def test_a_read_is_answered_by_another_workers(other, is_answer):
-    assert requests.is_answered(OWN, 0, {"by": 1} | OWN | other) is is_answer
+    assert store.is_answered(OWN, 0, {"by": 1} | OWN | other) is is_answer
 
 
 @for_each("own", [{**OWN, "gives": True}, {"left": True}])
 def test_other_requests_are_answered_by_themselves(own):
-    assert requests.is_answered(own, 1, {"by": 1} | own)
-    assert not requests.is_answered(own, 0, {"by": 1} | own)
-    assert not requests.is_answered(own, 1, {"by": 1, "released": [2]})
-    assert not requests.is_answered(OWN, 1, {"by": 1, "released": [2]})
+    assert store.is_answered(own, 1, {"by": 1} | own)
+    assert not store.is_answered(own, 0, {"by": 1} | own)
+    assert not store.is_answered(own, 1, {"by": 1, "released": [2]})
+    assert not store.is_answered(OWN, 1, {"by": 1, "released": [2]})

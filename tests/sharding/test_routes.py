@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import Hop
-from keras_psplus.all_reduce.topology.part_routes import Route, ranks_by_place
+from keras_psplus.all_reduce.topology.shards import Route, ranks_by_place
 
 
 class Meeting:
@@ -90,10 +90,10 @@ def test_what_compressed_sums_leave_out_comes_later(monkeypatch):
 
     def work(rank):
         launcher, total = Collectives(meeting, rank), 0.0
-        state = row_routes.rows_init(compressor, workers, 8)
+        state = routes.rows_init(compressor, workers, 8)
         for step in range(steps):
             number = tf.constant(step, tf.int64)
-            sums, state, _ = row_routes.split_rows(
+            sums, state, _ = routes.split_rows(
                 launcher, rank, workers, compressor, tf.constant(rows[rank]), state, number
             )
             total = total + sums

@@ -39,7 +39,7 @@ def swapped(
     from keras_psplus.all_reduce import shard_option
     from keras_psplus.all_reduce.collectives import gradients
     from keras_psplus.all_reduce.step.updating import MirroredUpdates
-    from keras_psplus.all_reduce.topology import group_topology, hops
+    from keras_psplus.all_reduce.topology import group_topology
 
     extended = strategy.extended
     of_strategy = ("_updates", "reshard_after_forward")
@@ -54,7 +54,7 @@ def swapped(
         strategy.reshard_after_forward = reshard_after_forward
         strategy._updates = updates_module.get(updates)
         extended.updating = strategy._updates and MirroredUpdates(strategy._updates, strategy)
-        extended._hops = hops.compressors_per_hop(compression, groups)
+        extended._hops = group_topology.compressors_per_hop(compression, groups)
         extended._of_weights = of_weights
         extended.bucket_bytes = bucket_bytes or gradients.DEFAULT_BUCKET_BYTES
         extended.set_topology(groups)

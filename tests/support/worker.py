@@ -30,19 +30,19 @@ import tensorflow as tf
 from tests.support.layouts import LAYOUTS
 
 # Containers of the library in which a case leaves something for the next one.
-_CONTAINERS = {
-    "log": "_logged",
-    "core.backup.fit_calls": "_BY_FOLDER",
-    "core.backup.ended_backups": "_kept",
-    "files.ownership": "_owned",
-    "tables.local": "_engines",
-}
+_CONTAINERS = (
+    ("log", "_logged"),
+    ("core.backup.fit_calls", "_BY_FOLDER"),
+    ("core.backup.fit_calls", "_kept"),
+    ("files.ownership", "_owned"),
+    ("tables.local", "_engines"),
+)
 # Marks that the job is lost; no case can run after one.
-_LOST = {
-    "core.jobs.failure": "_failed_at",
-    "core.jobs.job_failure": "_has_failed",
-    "core.jobs.error_report": "_reported_at",
-}
+_LOST = (
+    ("core.jobs.failure", "_failed_at"),
+    ("core.jobs.failure", "_has_failed"),
+    ("core.jobs.failure", "_reported_at"),
+)
 
 
 def main(layout, path):
@@ -88,7 +88,7 @@ def _answer(strategy, request, task):
         answer = {"error": traceback.format_exc()}
     found = function = None
     _forget(*before)
-    return answer | {"lost": [path for path, name in _LOST.items() if _of(path, name)]}
+    return answer | {"lost": [path for path, name in _LOST if _of(path, name)]}
 
 
 def _arrays(found):
@@ -123,7 +123,7 @@ def _forget(environ, folder):
     keras.config.set_image_data_format("channels_last")
     tf.config.run_functions_eagerly(False)
     tf.random.set_seed(None)
-    for path, name in _CONTAINERS.items():
+    for path, name in _CONTAINERS:
         (_of(path, name) or set()).clear()
     # On all tasks alike: what variables leave is released by all of them together.
     gc.collect()

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.tables import changes
+from keras_psplus.tables import snapshot
 from tests.tables.test_store import DIM, Servers, batches, small_chunks
 
 tables = psp.tables
@@ -25,7 +25,7 @@ class Follower:
         ]
 
     def look(self):
-        found = changes.read(self._functions, self._mark, DIM)
+        found = snapshot.read(self._functions, self._mark, DIM)
         if found.is_whole:
             self.rows, self.wholes = {}, self.wholes + 1
         for key in found.gone.tolist():

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.files import shard_files
+from keras_psplus.files import tables as shard_files
 from keras_psplus.tables import files
 from keras_psplus.tables.snapshot import living
 from tests.support.tiers import extended

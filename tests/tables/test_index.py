@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.tables.rows import graphs, index
+from keras_psplus.tables.rows import chunks, index
 
 KEYS = 3000
 
@@ -35,8 +35,8 @@ def test_marks_of_removed_keys_do_not_fill_a_table(monkeypatch, few):
     monkeypatch.setattr(index, "_FEW", few)
     # Those of the module may have been traced before.
     tables = index._are_many, index._handles
-    insert = graphs.traced_once(index._insert, index._hashes, index._rows, *tables)
-    rewrite = graphs.traced_once(index._rewrite, index._counts, index._counts, index._handles)
+    insert = chunks.traced_once(index._insert, index._hashes, index._rows, *tables)
+    rewrite = chunks.traced_once(index._rewrite, index._counts, index._counts, index._handles)
     monkeypatch.setattr(index, "_insert_all", insert)
     monkeypatch.setattr(index, "_rewrite_all", rewrite)
     found, written = index.KeyIndex(), 0

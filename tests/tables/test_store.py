@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.tables import initial_rows, policies
+from keras_psplus.tables import keys as initial_rows
+from keras_psplus.tables import policies
 from keras_psplus.tables.keys import blocks_of, mix_number, mixed, streams
 from keras_psplus.tables.rows import chunks
 from keras_psplus.tables.rows.row_optimizer import config_of

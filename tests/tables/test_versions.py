@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.files import atomic, digests
-from keras_psplus.tables import initial_rows
-from keras_psplus.tables.changes import Changes
-from keras_psplus.tables.versions import manifest
-from keras_psplus.tables.versions.writer import VersionWriter
+from keras_psplus.files import atomic, integrity
+from keras_psplus.tables import keys as initial_rows
+from keras_psplus.tables import versions
+from keras_psplus.tables.snapshot import Changes
+from keras_psplus.tables.versions import VersionWriter
 
 DIM = 2
 SPEC = {
@@ -171,7 +171,7 @@ def test_all_is_written_again_once_changes_are_many(tmp_path, monkeypatch):
     assert not published.writer.needs_whole
     published.write(range(600))
     assert published.writer.needs_whole
-    monkeypatch.setattr("keras_psplus.tables.changes._MOST_FILES", 2)
+    monkeypatch.setattr("keras_psplus.tables.snapshot._MOST_FILES", 2)
     published.write(range(5000), is_whole=True)
     published.write([1])
     assert published.writer.needs_whole
@@ -179,11 +179,11 @@ def test_all_is_written_again_once_changes_are_many(tmp_path, monkeypatch):
 
 def rewrite(folder, change):
     """Changes the list of versions, and its digest."""
-    path = folder / manifest.NAME
+    path = folder / versions.NAME
     content = json.loads(path.read_text())
     content.pop("sha256")
     change(content)
-    path.write_text(digests.to_json(content))
+    path.write_text(integrity.to_json(content))
 
 
 def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
@@ -198,9 +198,9 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
         VersionWriter(str(tmp_path), {"u": SPEC})
     reader = psp.serving.TableReader(tmp_path, poll=None)
     rows = dict(published.rows)
-    whole = (tmp_path / manifest.NAME).read_text()
+    whole = (tmp_path / versions.NAME).read_text()
     published.write([5], value=4.0)
-    latest = (tmp_path / manifest.NAME).read_text()
+    latest = (tmp_path / versions.NAME).read_text()
 
     def refused(match):
         with pytest.raises(ValueError, match=match):
@@ -212,22 +212,22 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
 
     rewrite(tmp_path, lambda content: content["versions"].pop(1))
     refused("does not fit the one before it.*Received: version 3, which follows 2, after 1")
-    (tmp_path / manifest.NAME).write_text(latest.replace('"version": 3', '"version": 4'))
+    (tmp_path / versions.NAME).write_text(latest.replace('"version": 3', '"version": 4'))
     refused("is damaged")
-    (tmp_path / manifest.NAME).write_text(latest)
+    (tmp_path / versions.NAME).write_text(latest)
     rewrite(tmp_path, lambda content: content.update(format=9))
     refused("Received: format=9")
-    (tmp_path / manifest.NAME).write_text(latest)
-    path = tmp_path / manifest.file_name(3, 0, "rows")
+    (tmp_path / versions.NAME).write_text(latest)
+    path = tmp_path / versions.file_name(3, 0, "rows")
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
     refused("Version 3 of the table 't' is damaged.*SHA-256")
     path.unlink()
     refused("is missing")
     path.write_bytes(content)
-    (tmp_path / manifest.NAME).write_text(whole)
+    (tmp_path / versions.NAME).write_text(whole)
     assert not reader.refresh()
-    (tmp_path / manifest.NAME).write_text(latest)
+    (tmp_path / versions.NAME).write_text(latest)
     assert reader.refresh()
     check(reader, published.rows)
 

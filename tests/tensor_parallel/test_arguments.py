@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_psplus as psp
-from keras_psplus.all_reduce.data.data_facts import check_same_in_rows
+from keras_psplus.all_reduce.data.same_data import check_same_in_rows
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts

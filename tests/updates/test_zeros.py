@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.replica_step import _zeros
-from keras_psplus.updates.values import no_rows_of, zeros_like
+from keras_psplus.updates.base import no_rows_of, zeros_like
 
 SIZE = 1 << 20
 

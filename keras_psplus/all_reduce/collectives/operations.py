@@ -13,10 +13,51 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gpu_sums, member_order, size_classes
+from keras_psplus.all_reduce.collectives import implementation, size_classes
 from keras_psplus.all_reduce.collectives.instance_keys import InstanceKeys
+from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.tf_internals import collective_ops, cross_device_ops, cross_device_utils
 from keras_psplus.tf_internals import framework_ops as ops
+
+# The order in which TensorFlow has the tasks of a group of collectives.
+#
+# It is that of their names as text, in which task 10 comes before task 2; a rank is no place in it.
+# Rings go round in this order, and what is gathered or exchanged is in it. It cannot be chosen:
+# what a task asks of the one that forms groups says nothing of an order.
+
+
+def names_of(task: TaskConfig, local: int) -> list[str]:
+    """TensorFlow's names of the tasks of all replicas, in rank order.
+
+    Args:
+        task: One of the cluster, whose parameter servers have no replicas.
+        local: Number of replicas of one worker.
+    """
+    workers = [(job, index) for job, index, _ in task.tasks() if job != "ps"]
+    names = [f"/job:{job}/replica:0/task:{index}" for job, index in workers]
+    return [name for name in names for _ in range(local)]
+
+
+def ranks_by_place(names: Sequence[str]) -> list[int]:
+    """The rank that stands at each place of TensorFlow's order.
+
+    Args:
+        names: As of `names_of`.
+
+    Example:
+
+    >>> ranks_by_place(["task:2", "task:9", "task:10"])
+    [2, 0, 1]
+    """
+    # Several replicas of one task stay in their order.
+    return sorted(range(len(names)), key=lambda rank: names[rank])
+
+
+def places_by_rank(names: Sequence[str]) -> list[int]:
+    """The place of each rank in TensorFlow's order: the inverse of `ranks_by_place`."""
+    ranks = ranks_by_place(names)
+    return sorted(range(len(ranks)), key=lambda place: ranks[place])
+
 
 # Bytes up to which a sum is a gather.
 _SHORT_OF_TWO, _SHORT = 1 << 18, 1 << 14
@@ -68,9 +109,9 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         if control_input is None and self._is_short(tensor):
             rows = self.gather(tensor[tf.newaxis])
             return tf.add_n(tf.unstack(rows, num=self._group_size))
-        if not self._on_cpu and tensor.dtype in gpu_sums.DTYPES:
+        if not self._on_cpu and tensor.dtype in implementation.DTYPES:
             with ops.device(self._device):
-                return gpu_sums.all_reduce(
+                return implementation.all_reduce(
                     tensor, self._group_size, self.all_reduce, self.all_to_all, self.gather
                 )
         with self._keys_for("reduce", tensor):
@@ -225,11 +266,11 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
     def _by_rank(self, tensor: tf.Tensor) -> tf.Tensor:
         """Reorders parts along axis 0 from TensorFlow's order of members to rank order."""
-        return self._parts_at(tensor, member_order.places_by_rank)
+        return self._parts_at(tensor, places_by_rank)
 
     def _by_place(self, tensor: tf.Tensor) -> tf.Tensor:
         """The inverse of `_by_rank`."""
-        return self._parts_at(tensor, member_order.ranks_by_place)
+        return self._parts_at(tensor, ranks_by_place)
 
     def _parts_at(self, tensor: tf.Tensor, order_of: Callable[..., list[int]]) -> tf.Tensor:
         order = list(range(self._group_size))
@@ -314,3 +355,54 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
             launchers: `Launcher` of each local replica among these.
         """
         self._launchers, self._group_size = launchers, launchers[0]._group_size
+
+
+# Outputs of `predict`, gathered from all replicas: dense, ragged and sparse tensors, strings.
+
+
+# There is no operation that makes a string of bytes.
+_BYTES = [bytes([number]) for number in range(256)]
+
+
+def gather_rows(launcher: Launcher, rank: int, value: Any) -> Any:
+    """Concatenates the replicas' rows in rank order, in graph mode.
+
+    Args:
+        launcher: Collectives of a local replica.
+        rank: Its rank among all replicas.
+        value: Tensor, `tf.RaggedTensor` or `tf.SparseTensor` of the replica.
+
+    Returns:
+        The same kind, with the rows of all replicas.
+    """
+    if isinstance(value, tf.RaggedTensor):
+        lengths = [gather_rows(launcher, rank, each) for each in value.nested_row_lengths()]
+        flat = gather_rows(launcher, rank, value.flat_values)
+        return tf.RaggedTensor.from_nested_row_lengths(flat, lengths, validate=False)
+    if isinstance(value, tf.SparseTensor):
+        shapes = gather_rows(launcher, rank, value.dense_shape[tf.newaxis])
+        first = tf.reduce_sum(shapes[:rank, 0])
+        indices = value.indices + tf.one_hot(0, value.shape.rank, on_value=first, dtype=tf.int64)
+        shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
+        return tf.SparseTensor(
+            gather_rows(launcher, rank, indices), gather_rows(launcher, rank, value.values), shape
+        )
+    if value.shape.rank == 0:
+        value = value[tf.newaxis]
+    if value.dtype == tf.string:
+        return _gather_strings(launcher, value)
+    return launcher.gather_rows(value)[0]
+
+
+def _gather_strings(launcher: Launcher, value: tf.Tensor) -> tf.Tensor:
+    flat = tf.reshape(value, [-1])
+    lengths, _ = launcher.gather_rows(tf.strings.length(flat))
+    rows, _ = launcher.gather_rows(tf.shape(value)[:1])
+    own = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
+    codes, _ = launcher.gather_rows(own)
+    characters = tf.gather(tf.constant(_BYTES), tf.cast(codes, tf.int32))
+    texts = tf.strings.reduce_join(
+        tf.RaggedTensor.from_row_lengths(characters, lengths, validate=False), axis=-1
+    )
+    shape = tf.concat([[tf.reduce_sum(rows)], tf.shape(value)[1:]], 0)
+    return tf.ensure_shape(tf.reshape(texts, shape), [None, *value.shape[1:]])

@@ -1,12 +1,151 @@
 """Elements of datasets: forms that TensorFlow can distribute, and their specifications."""
 
-import functools
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data.array_data import as_it_is
+from keras_psplus.all_reduce.data.same_data import POLICY
+from keras_psplus.core.batch import batches
+from keras_psplus.datasets import rows_before_maps
+from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.keras_internals.keras_parts import array_slicing, py_dataset_adapter, tree
+
+if TYPE_CHECKING:
+    import keras
+
+
+# Datasets of arrays in memory, from which each worker gathers its rows.
+#
+# The order of the rows is the same on all workers.
+
+
+# Nothing here branches on tensors, and AutoGraph takes a third of a second to find that out.
+as_it_is = tf.autograph.experimental.do_not_convert
+
+
+def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Dataset:
+    """A dataset with the `Shards` of one worker for every step of an epoch.
+
+    Args:
+        seed: Int, equal on all workers; each epoch draws another order from it.
+    """
+    rows, batch_size = adapter._num_samples, adapter._batch_size
+    shuffle = adapter._shuffle
+    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    inputs = tree.lists_to_tuples(inputs)
+    steps = -(-rows // batch_size)
+
+    def order(epoch_seed: tf.Tensor) -> tf.Tensor:
+        if shuffle and shuffle != "batch":
+            everything = tf.range(rows, dtype=tf.int64)
+            return tf.random.experimental.stateless_shuffle(everything, [epoch_seed, 0])
+        return tf.range(rows, dtype=tf.int64)
+
+    @as_it_is
+    def steps_of(epoch_seed: tf.Tensor) -> tf.data.Dataset:
+        indices = tf.data.Dataset.from_tensors(order(epoch_seed)).repeat(steps)
+        return tf.data.Dataset.zip((indices, tf.data.Dataset.range(steps))).map(
+            as_it_is(lambda order, number: (order, number, epoch_seed))
+        )
+
+    def take(indices: tf.Tensor, inputs: Any) -> Any:
+        def take_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
+            if isinstance(leaf, (list, tuple, dict)):
+                return None
+            return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
+
+        return tree.traverse(take_leaf, inputs)
+
+    even = rows % batch_size == 0 and batch_size % world.replicas == 0
+
+    @as_it_is
+    def shards(order_and_step: tuple[tf.Tensor, ...], inputs: Any) -> batches.Shards:
+        order, number, epoch_seed = order_and_step
+        start = number * batch_size
+        count = tf.cast(tf.minimum(rows - start, batch_size), tf.int32)
+        batch = order[start : start + tf.cast(count, tf.int64)]
+        if shuffle == "batch":
+            batch = tf.random.experimental.stateless_shuffle(batch, [epoch_seed, number + 1])
+        parts = []
+        for local_replica in range(world.local_replicas):
+            first, end = world.bounds(batch_size if even else count, local_replica)
+            local_rows = tf.constant(end - first) if even else end - first
+            if not even:
+                first, end = world.padded_bounds(count, local_replica)
+            mine = batch[first:end]
+            if even:
+                mine.set_shape([end - first])
+            parts.append(batches.Batch(take(mine, inputs), local_rows, count))
+        return batches.Shards(tuple(parts))
+
+    epochs = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
+    steps_dataset = epochs.flat_map(steps_of)
+    dataset = tf.data.Dataset.zip((steps_dataset, tf.data.Dataset.from_tensors(inputs).repeat()))
+    dataset = dataset.map(shards, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    options = tf.data.Options()
+    # As in Keras's own adapter: their cost is that of writing the arrays out.
+    options.experimental_optimization.apply_default_optimizations = False
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+# One order of a shuffled `keras.utils.PyDataset` for all workers.
+
+
+class SharedShuffle(py_dataset_adapter.PyDataset):
+    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
+
+    Args:
+        py_dataset: The user's dataset.
+        seed: Int, equal on all workers.
+    """
+
+    def __init__(self, py_dataset: keras.utils.PyDataset, seed: int) -> None:
+        super().__init__(
+            workers=py_dataset.workers,
+            use_multiprocessing=py_dataset.use_multiprocessing,
+            max_queue_size=py_dataset.max_queue_size,
+        )
+        self._py_dataset = py_dataset
+        self._random = np.random.default_rng(seed)
+        self._order: np.ndarray[Any, Any]
+        self._draw()
+
+    def _draw(self) -> None:
+        self._order = self._random.permutation(self._py_dataset.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        return self._py_dataset.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self._py_dataset[int(self._order[index])]
+
+    def on_epoch_begin(self) -> None:
+        self._py_dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._py_dataset.on_epoch_end()
+        self._draw()
+
+
+def share_shuffle(adapter: Any, seed: int) -> None:
+    """Makes a shuffling `PyDatasetAdapter` shuffle by the seed; leaves all else as it is."""
+    if not isinstance(adapter, py_dataset_adapter.PyDatasetAdapter) or not adapter.shuffle:
+        return
+    if adapter.py_dataset.num_batches is None:
+        return
+    adapter.py_dataset = SharedShuffle(adapter.py_dataset, seed)
+    adapter.shuffle = False
+    if adapter.enqueuer is not None:
+        adapter.enqueuer.py_dataset = adapter.py_dataset
+        adapter.enqueuer.shuffle = False
 
 
 def element(batch: tuple[Any, ...], spec: Any) -> Any:
@@ -89,3 +228,67 @@ def local_spec(spec: Any) -> Any:
         return leaf._value_specs[0] if hasattr(leaf, "_value_specs") else leaf
 
     return tf.nest.map_structure(local, spec)
+
+
+# Global batches of a dataset, built whole on every worker or from its rows.
+
+
+class GlobalBatches(NamedTuple):
+    """Global batches, or one worker's rows of them.
+
+    Attributes:
+        cut: Function of the parts of an element, and of `pads`, that returns `Shards`.
+        spec: Type specification of a global batch.
+        how: What is said of them.
+    """
+
+    dataset: tf.data.Dataset
+    cut: Callable[..., batches.Shards]
+    spec: Any
+    how: str
+
+
+def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline | str:
+    """Takes a dataset apart, if each worker can then map its own rows only.
+
+    Args:
+        dataset: `tf.data.Dataset`, or None for data of other kinds.
+
+    Returns:
+        `Pipeline`, or why each worker has to map all rows; empty if it has no others.
+    """
+    if dataset is None or world.local_replicas == world.replicas:
+        return ""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return rows_before_maps.take_apart(dataset, is_trusted=policy == POLICY.DATA)
+
+
+def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> GlobalBatches:
+    """Batches that every worker puts together from all rows, as one process does.
+
+    Args:
+        reason: Why, for the log; may be empty.
+    """
+    spec = dataset.element_spec
+
+    def cut(*batch: Any, pads: bool) -> batches.Shards:
+        return batches.split(element(batch, spec), world, pads)
+
+    how = "every worker runs the whole pipeline" + f", as {reason}" * bool(reason)
+    how += " (AutoShardPolicy.FILE in the dataset's options shares out its files)"
+    return GlobalBatches(dataset, cut, spec, how)
+
+
+def of_own_rows(
+    pipeline: rows_before_maps.Pipeline, world: batches.World, seed: int
+) -> GlobalBatches:
+    """Batches of which every worker maps its own rows only.
+
+    Args:
+        seed: Int, equal on all workers, that unseeded shuffles are given.
+    """
+    own_rows = batches.OwnRows(world, pipeline.batch_size, pipeline.is_even)
+    # Before the rows are chosen the dataset is the same on all workers, and so are its seeds.
+    every_row = seed_shuffles(pipeline.elements, seed)
+    dataset = pipeline.of_rows(every_row, own_rows.start, own_rows.most)
+    return GlobalBatches(dataset, own_rows.split, pipeline.spec, pipeline.summary)

@@ -1,9 +1,12 @@
 """Batches paired with their successors, so that a step can prefetch the next."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_psplus.all_reduce.data.elements import as_it_is, dataset_of
 from keras_psplus.core.batch import batches
 
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -83,3 +86,31 @@ def _joined(this: tf.experimental.Optional, after: tf.experimental.Optional) -> 
             for batch, after in zip(this.replicas, following.replicas)
         )
     )
+
+
+# Batches copied to their GPUs while the step before them is taken.
+
+
+def on_devices(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
+) -> tf.distribute.DistributedDataset:
+    """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device.
+
+    Args:
+        dataset: `tf.data.Dataset` of `Shards`, of as many elements on all workers.
+    """
+
+    @as_it_is
+    def parts(shards: batches.Shards) -> tf.data.Dataset:
+        return dataset_of(batch.with_text() for batch in shards.replicas)
+
+    # The tuple keeps `flat_map` from taking the shards themselves apart.
+    dataset = tf.data.Dataset.zip((dataset,)).flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    extended = strategy.extended
+    asks = extended.experimental_enable_get_next_as_optional
+    # Otherwise workers would ask each other at each step whether there is another batch.
+    extended.experimental_enable_get_next_as_optional = False
+    try:
+        return strategy.distribute_datasets_from_function(lambda _: dataset)
+    finally:
+        extended.experimental_enable_get_next_as_optional = asks

@@ -9,19 +9,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import (
-    data_facts,
-    device_prefetch,
-    elements,
-    global_batches,
-    lookahead,
-    same_data,
+from keras_psplus.all_reduce.data import elements, lookahead, same_data
+from keras_psplus.all_reduce.data.elements import (
+    GlobalBatches,
+    array_dataset,
+    as_it_is,
+    share_shuffle,
 )
-from keras_psplus.all_reduce.data.array_data import array_dataset, as_it_is
-from keras_psplus.all_reduce.data.global_batches import GlobalBatches
-from keras_psplus.all_reduce.data.py_dataset import share_shuffle
 from keras_psplus.core.batch import batches
-from keras_psplus.core.data import data_seeds
+from keras_psplus.core.data import seeds
 from keras_psplus.core.data.unknown_length import UnknownLength
 from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.rows_before_maps import Pipeline
@@ -88,12 +84,12 @@ def distribute(
     Raises:
         ValueError: If the workers' data cannot be parts of one training.
     """
-    kind, facts, source = data_facts.describe(adapter)
+    kind, facts, source = same_data.describe(adapter)
     readers = data_service.readers(source)
     world = strategy.extended.world
-    pipeline = global_batches.pipeline_of(source if kind == "dataset" else None, world)
+    pipeline = elements.pipeline_of(source if kind == "dataset" else None, world)
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
-    seed = seed_for(data_seeds.draw())
+    seed = seed_for(seeds.draw())
     is_compared = strategy.num_workers > 1 and not readers
     fingerprint = same_data.fingerprint_of(adapter, kind) if is_compared else None
     proposal = _Proposal(kind, facts, readers, seed, world.rank, how_maps_run, fingerprint)
@@ -126,7 +122,7 @@ def _distribute(
     if not isinstance(pipeline, str):
         # Workers that do differently would give shuffles other seeds.
         if all(other.maps == how_maps_run for other in proposals):
-            of_rows = global_batches.of_own_rows(pipeline, world, seed)
+            of_rows = elements.of_own_rows(pipeline, world, seed)
             return _split(given, of_rows, facts)
         pipeline = "the workers' pipelines differ"
     dataset = adapter.get_tf_dataset()
@@ -134,7 +130,7 @@ def _distribute(
     dataset = elements.drop_none(dataset if readers else seed_shuffles(dataset, seed))
     if kind in ("python", "generator"):
         dataset = elements.clone_spec(dataset)
-    return _split(given, global_batches.whole(dataset, world, pipeline), facts)
+    return _split(given, elements.whole(dataset, world, pipeline), facts)
 
 
 def of_one_replica(adapter: Any, seed: int) -> Any:
@@ -148,7 +144,7 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     Returns:
         `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
     """
-    kind, _, source = data_facts.describe(adapter)
+    kind, _, source = same_data.describe(adapter)
     if kind == "array":
         shards = array_dataset(adapter, batches.World(0, 1, 1), seed)
         return shards.map(as_it_is(lambda part: part.replicas[0].data))
@@ -175,9 +171,9 @@ def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
     control = given.strategy.extended.control
     kinds = [proposal.kind for proposal in proposals]
     facts = [proposal.facts for proposal in proposals]
-    data_facts.check_batch_sizes(kinds, facts, control.names, control.task)
+    same_data.check_batch_sizes(kinds, facts, control.names, control.task)
     ranks = [proposal.rank for proposal in proposals]
-    data_facts.check_same_in_rows(ranks, list(zip(kinds, facts)), control.names)
+    same_data.check_same_in_rows(ranks, list(zip(kinds, facts)), control.names)
     # Without a policy, the script has distributed the dataset.
     policies = {fact.get("policy", "OFF") for fact in facts}
     readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}
@@ -207,7 +203,7 @@ def _array(strategy: tf.distribute.Strategy, adapter: Any, seed: int) -> Distrib
 
 
 def _split(given: _Given, of_dataset: GlobalBatches, facts: dict[str, Any]) -> Distributed:
-    if facts["batches"] != data_facts.UNKNOWN:
+    if facts["batches"] != same_data.UNKNOWN:
         return _ahead(given, _lockstep(given, of_dataset, facts["batches"]))
     return _until_all_end(given, of_dataset)
 
@@ -231,7 +227,7 @@ def _ahead(given: _Given, distributed: Distributed) -> Distributed:
     if given.reads_ahead:
         dataset = lookahead.with_next(dataset).prefetch(tf.data.AUTOTUNE)
     elif given.to_devices:
-        dataset = device_prefetch.on_devices(given.strategy, dataset)
+        dataset = lookahead.on_devices(given.strategy, dataset)
     return distributed._replace(dataset=dataset)
 
 
@@ -301,10 +297,10 @@ def _policy_of_shares(
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if readers:
         data_service.warn_of_restart(readers)
-        return data_facts.POLICY.OFF, data_service.description(readers)
+        return same_data.POLICY.OFF, data_service.description(readers)
     all_facts, control = [one.facts for one in proposals], given.strategy.extended.control
     # One process has nobody to differ from, and without a cluster no name.
-    who_has = data_facts.differences(all_facts, control.names) if all_facts[1:] else ""
+    who_has = same_data.differences(all_facts, control.names) if all_facts[1:] else ""
     if who_has and {facts.get("policy") for facts in all_facts} != {"OFF"}:
         logger.warning(
             "the workers' data differ (%s), so each trains on all of its own. Training stays "
@@ -315,7 +311,7 @@ def _policy_of_shares(
             who_has,
             given.strategy.num_workers,
         )
-        return data_facts.POLICY.OFF, "the workers' data differ"
+        return same_data.POLICY.OFF, "the workers' data differ"
     how = f"AutoShardPolicy.{policy.name}"
     return policy, f"{how}; {who_has}" if who_has else how
 

@@ -17,9 +17,8 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import trace
-from keras_psplus.cluster.monitor.connections import PeerConnections
-from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.cluster.monitor.step_times import StepTimes
+from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.step_times import PeerConnections, StepTimes
 from keras_psplus.cluster.monitor.trace import Span, TraceRecorder
 from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops

@@ -18,15 +18,16 @@ from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
-from keras_psplus.all_reduce.reduction import factor_sums, route_choice, routes, row_routes
+from keras_psplus.all_reduce.reduction import compressors as route_choice
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressors import IDENTITY, check_compressor
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.compression import Compressor
-from keras_psplus.compression.factors.outer_products import OuterProduct
+from keras_psplus.compression.outer_products import OuterProduct
 from keras_psplus.core.batch.duplicate_rows import Join, Joins
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.updates.values import numbers_of
+from keras_psplus.updates.base import numbers_of
 
 _Grads: TypeAlias = Sequence[Gradient]
 _Sums: TypeAlias = tuple[list[Any], list[TensorTraffic]]
@@ -196,15 +197,15 @@ class CompressedSum:
         wire = 0
         for name, piece in zip(self._names("split", keys), pieces):
             piece = [gradients.after(sent, tensor) for tensor in piece]
-            first = functools.partial(row_routes.split_init, self._replicas, compressor, piece)
+            first = functools.partial(routes.split_init, self._replicas, compressor, piece)
             state = self.states.read(name, first)
-            total, state, words = row_routes.split(
+            total, state, words = routes.split(
                 self._launcher, self._rank, self._replicas, compressor, piece, state, step
             )
             self.states.write(name, state)
             totals, sent = [*totals, total], [words]
             # One row to each of the others, twice.
-            _, width = row_routes.rows_for(self._replicas, compressor, piece)
+            _, width = routes.rows_for(self._replicas, compressor, piece)
             wire += 2 * (self._replicas - 1) * compressor.row_bytes((width,), tf.float32)
         sums = totals[0]
         if len(pieces) > 1:
@@ -245,7 +246,7 @@ class CompressedSum:
         products = {number: product for number, product in known if product is not None}
         if not products:
             return {}
-        return dict(zip(products, factor_sums.most_rows(self._launcher, list(products.values()))))
+        return dict(zip(products, routes.most_rows(self._launcher, list(products.values()))))
 
     def _factors(
         self, bucket: routes.Bucket, step: tf.Tensor, most_rows: dict[int, tf.Tensor]
@@ -259,7 +260,7 @@ class CompressedSum:
                 return self._launcher.all_reduce(matrix)
             return routes.total(self._launcher, [compressor.inner], [matrix], step)[0]
 
-        total, sent, wire = factor_sums.sum_of_outer_products(
+        total, sent, wire = routes.sum_of_outer_products(
             *(self._launcher, self._replicas, compressor, product, most_rows[number]),
             *(tensor.shape, whole_sum, f"factors {number}"),
         )

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 from keras_psplus.all_reduce.step.tape_gradients import SummingEngine, TapeGradients
-from keras_psplus.compression.factors import outer_products
-from keras_psplus.core.base.metric_state import added
+from keras_psplus.compression import outer_products
 from keras_psplus.core.batch import batches
 from keras_psplus.core.batch.replica_step import ReplicaStep, current_step
+from keras_psplus.core.graph.metrics import added
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals.own_copy import own_copy
+from keras_psplus.tf_internals.composite_variable import own_copy
 
 if TYPE_CHECKING:
     import keras

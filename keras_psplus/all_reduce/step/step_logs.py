@@ -1,7 +1,7 @@
 """The logs of a replica's step, as those of the global batch.
 
 Logs that are computed from metrics are computed once more from the states of all replicas
-(`core/graph/metric_logs.py`); floats of the replica's own are averaged, weighted by rows.
+(`core/graph/metrics.py`); floats of the replica's own are averaged, weighted by rows.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.graph import metric_logs
+from keras_psplus.core.graph import metrics as metric_logs
 from keras_psplus.keras_internals.keras_parts import Variable
-from keras_psplus.tf_internals.own_copy import own_copy
+from keras_psplus.tf_internals.composite_variable import own_copy
 
 if TYPE_CHECKING:
     import keras
 
     from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-    from keras_psplus.core.graph.metric_logs import Read
+    from keras_psplus.core.graph.metrics import Read
 
 
 def synchronise(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from keras_psplus.core.graph import local_traces, loop_results, stand_ins
+from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tf_internals.trace_end import call_at_end
@@ -143,13 +143,13 @@ class TapeGradients:
                     self._sum(call)
 
     def _is_in_loop(self, call: stand_ins.TapeCall) -> bool:
-        return bool(local_traces.loops_around(call.graph, self._step.graph))
+        return bool(stand_ins.loops_around(call.graph, self._step.graph))
 
     def _check_loops(self, gradient: Gradient) -> None:
         """Refuses what is not linear in gradients that were taken, and left, in a loop."""
         for call in self._of_loops:
-            bodies = local_traces.loops_around(call.graph, self._step.graph)
-            used_by = bodies and loop_results.nonlinear_use(gradient, bodies, call.variables)
+            bodies = stand_ins.loops_around(call.graph, self._step.graph)
+            used_by = bodies and stand_ins.nonlinear_use(gradient, bodies, call.variables)
             if used_by:
                 raise ValueError(
                     "Gradients that were taken in a loop of the graph are each replica's own when "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import member_order
+from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.all_reduce.topology import links as links_module
 from keras_psplus.all_reduce.topology import ring_order
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
@@ -113,7 +113,7 @@ def _better_order(links: Links, groups: Topology, control: ControlPlane) -> str:
     """
     found = ring_order.better(
         links_module.as_file(links, control.names),
-        member_order.ranks_by_place(member_order.names_of(control.task, 1)),
+        operations.ranks_by_place(operations.names_of(control.task, 1)),
         groups.groups,
         4 * _ELEMENTS,
     )

@@ -28,16 +28,16 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.collectives.gradients import HopOrder
 from keras_psplus.all_reduce.collectives.operations import Launcher
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.reduction.compressed import CompressedSum
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.all_reduce.topology import group_routes, shards
-from keras_psplus.all_reduce.topology.hops import Hops
+from keras_psplus.all_reduce.topology import shards
+from keras_psplus.all_reduce.topology.group_topology import Hops
 from keras_psplus.all_reduce.topology.levels import Levels
 from keras_psplus.core.batch.duplicate_rows import Joins
-from keras_psplus.core.batch.traffic import TensorTraffic, TrafficVariables
+from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.updates.values import numbers_of
+from keras_psplus.updates.base import numbers_of
 
 _Grads: TypeAlias = Sequence[Gradient]
 _Sums: TypeAlias = tuple[list[tf.Tensor], list[TensorTraffic]]
@@ -212,15 +212,15 @@ class TwoLevelSum:
         if compressor is not None:
             rows = tf.cast(rows, tf.float32)
             name = self._name(variables)
-            first = functools.partial(row_routes.rows_init, compressor, *map(int, rows.shape))
+            first = functools.partial(routes.rows_init, compressor, *map(int, rows.shape))
             state = self._own_states.read(name, first)
-            rows, state, _ = row_routes.split_rows(
+            rows, state, _ = routes.split_rows(
                 launcher, hop.place, hop.size, compressor, rows, state, step, further
             )
             self._own_states.write(name, state)
         else:
-            row = further(group_routes.scatter(launcher, rows))
-            rows = group_routes.gather(launcher, row, hop.size)
+            row = further(shards.scatter(launcher, rows))
+            rows = shards.gather(launcher, row, hop.size)
         sums = [tf.cast(s, t.dtype) for s, t in zip(shards.wholes_of(rows, cuts), tensors)]
         entries = []
         for cut, tensor, entry in zip(cuts, tensors, counted, strict=True):

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from keras_psplus.cluster.channel import grpc_module
+from keras_psplus.cluster.channel import tls as grpc_module
 from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.channel.tls import Tls
 

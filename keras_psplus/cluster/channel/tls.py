@@ -6,13 +6,57 @@ one, all tasks have the same certificate, which is the one that they trust.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import ssl
+import threading
+from types import ModuleType
 from typing import Any, NoReturn, Self
 
-from keras_psplus.cluster.channel import grpc_module
 from keras_psplus.cluster.config import ClusterConfigError, split_address
+
+# The module `grpc`, imported when the first channel is made.
+#
+# It is another copy of gRPC than TensorFlow's own, in the same process. A process that has forked
+# (`process/warm.py`) has not imported it.
+
+
+# Read once, by gRPC's core. It would say on stderr what is said in errors here, and would look
+# after channels at each fork of the process: none of ours is used across one.
+_AT_IMPORT = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+_lock = threading.Lock()
+
+
+def load() -> Any:
+    """Imports `grpc`; the environment stays as it is.
+
+    Raises:
+        RuntimeError: In a fork of a process that has used it, whose threads are not here: it would
+            wait for them without end.
+    """
+    with _lock:  # Two threads at once would take each other's environment for the user's.
+        module, pid = _load()
+    if pid != os.getpid():
+        raise RuntimeError(
+            f"Process {os.getpid()} is a fork of one that has joined a cluster, and cannot join "
+            "another. Fork before the strategy is made, or start a new process (`spawn`). "
+            f"Received: a fork of process {pid}"
+        )
+    return module
+
+
+@functools.cache
+def _load() -> tuple[ModuleType, int]:
+    added = {name: value for name, value in _AT_IMPORT.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        import grpc
+    finally:
+        for name in added:
+            del os.environ[name]
+    return grpc, os.getpid()
+
 
 CERT, KEY, CA = (f"KERAS_PSPLUS_TLS_{name}" for name in ("CERT", "KEY", "CA"))
 # Name in all certificates; without it, each has the host's in its task's address.
@@ -72,7 +116,7 @@ class Tls:
 
     def of_server(self) -> Any:
         """Returns gRPC's credentials of a server."""
-        return grpc_module.load().ssl_server_credentials(
+        return load().ssl_server_credentials(
             [(self.key, self.cert)],
             root_certificates=self.ca,
             require_client_auth=self.ca is not None,
@@ -80,7 +124,7 @@ class Tls:
 
     def of_caller(self) -> Any:
         """Returns gRPC's credentials of a caller."""
-        return grpc_module.load().ssl_channel_credentials(self.ca or self.cert, self.key, self.cert)
+        return load().ssl_channel_credentials(self.ca or self.cert, self.key, self.cert)
 
 
 def is_spoken_at(address: str, timeout: float) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig, split_address
-from keras_psplus.cluster.discovery import proxies
+from keras_psplus.cluster.discovery import find
 from keras_psplus.tf_internals import slurm_cluster_resolver
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def task_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> TaskCon
             f"The cluster resolver says that {task.name} is at {task.address}, but it is on "
             f"{node}. {_what_is_wrong(resolver)}{_LEAVE_OUT} {received}, SLURMD_NODENAME={node}"
         )
-    proxies.bypass(task)
+    find.bypass(task)
     return task
 
 

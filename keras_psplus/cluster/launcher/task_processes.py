@@ -12,9 +12,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from keras_psplus.cluster.launcher.results import exit_code_of
-from keras_psplus.cluster.output.console import Console, OutputPump, warn
-from keras_psplus.cluster.output.log_file import LogFile
+from keras_psplus.cluster.console import Console, LogFile, OutputPump, warn
+from keras_psplus.cluster.launcher.task_ends import exit_code_of
 from keras_psplus.cluster.process.left_processes import LeftProcesses
 from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_psplus.cluster.config import read_task_config
 from keras_psplus.cluster.environment import RESTART_VARIABLE
-from keras_psplus.cluster.monitor import job_folder, step_times
+from keras_psplus.cluster.monitor import job, step_times
 from keras_psplus.cluster.monitor.goodput import TimeSheet
 from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, now
 from keras_psplus.cluster.monitor.step_times import Slowest, StepTimes
@@ -43,7 +43,7 @@ class TaskReport:
         if self._folder is None:
             return None
         try:
-            return TimeSheet(job_folder.account_of(self._folder, self._name))
+            return TimeSheet(job.account_of(self._folder, self._name))
         except OSError as error:
             logger.debug("cannot write into %s: %s", self._folder, error)
             return None
@@ -105,13 +105,13 @@ class TaskReport:
         """Says that it has failed and said why, and stays for the others' sake alone."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                job_folder.mark_failed(self._folder, self._name)
+                job.mark_failed(self._folder, self._name)
 
     def serves(self) -> None:
         """Says that it only serves a chief."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                job_folder.mark_serving(self._folder, self._name)
+                job.mark_serving(self._folder, self._name)
 
     def stall(self, what: str, waited: float, described: str) -> None:
         """Says that this task has waited for long.
@@ -142,7 +142,7 @@ class TaskReport:
         with self._lock:
             self._state.update(changes, timestamp=now())
             try:
-                job_folder.write_task(self._folder, self._name, self._state)
+                job.write_task(self._folder, self._name, self._state)
             except OSError as error:
                 # A launcher that has been killed, or a full disk: training goes on without.
                 logger.debug("cannot write into %s: %s", self._folder, error)
@@ -150,7 +150,7 @@ class TaskReport:
 
 def is_wanted() -> bool:
     """Whether somebody has asked for reports of this process, as the launcher does."""
-    return any(os.environ.get(name) for name in (job_folder.FOLDER_VARIABLE, JSON_LOG_VARIABLE))
+    return any(os.environ.get(name) for name in (job.FOLDER_VARIABLE, JSON_LOG_VARIABLE))
 
 
 def spending(kind: str) -> contextlib.AbstractContextManager[None]:
@@ -172,7 +172,7 @@ def current() -> TaskReport | None:
     """
     if not is_wanted():
         return None
-    folder, log = os.environ.get(job_folder.FOLDER_VARIABLE), os.environ.get(JSON_LOG_VARIABLE)
+    folder, log = os.environ.get(job.FOLDER_VARIABLE), os.environ.get(JSON_LOG_VARIABLE)
     task = read_task_config()
     return TaskReport(
         task.name if task else "process",

@@ -5,19 +5,116 @@ each other without end. So a chief claims its servers before it connects to them
 channels. A claim ends with its chief.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
+import json
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from keras_psplus.cluster.channel.sessions import RefusedError
-from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
-from keras_psplus.cluster.ports import control_address
-from keras_psplus.cluster.serving import control
+from keras_psplus.cluster.channel import tls
+from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
+from keras_psplus.cluster.channel.server import ChannelServer
+from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Session
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.ports import control_address, port_holder
+from keras_psplus.cluster.process import signals
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity, own_id
 from keras_psplus.log import warn_once
+
+# The control channel of a task that serves TensorFlow, on a port of its own.
+
+
+_CONNECT_SECONDS, _ANSWER_SECONDS = 2.0, 15.0
+
+
+def listen(
+    config: TaskConfig, gate: Authenticator, answer: Callable[[str, str], str], host: str = "[::]"
+) -> ChannelServer:
+    """Answers who knows the job's token, on the port of the task's control channel.
+
+    Args:
+        answer: As `handle` of `ChannelServer`.
+        host: Host to listen on; all interfaces by default, as TensorFlow's server does.
+
+    Raises:
+        ClusterStartupError: If the port is taken.
+    """
+    assert config.address is not None
+    _, port = split_address(control_address(config.address))
+    try:
+        return ChannelServer(f"{host}:{port}", gate, answer)
+    except OSError:
+        raise ClusterStartupError(
+            f"{config.name} cannot listen on port {port} for the control channel, which belongs to "
+            f"its address {config.address}: {port_holder(port) or 'another process'} uses it. End "
+            f"that, or give {config.name} another port. "
+            f"Received: TF_CONFIG={config.to_tf_config()}"
+        ) from None
+
+
+def listen_to_chief(
+    config: TaskConfig, functions: Mapping[str, Callable[..., Any]]
+) -> ChannelServer:
+    """Has functions called by a chief, by their names; their types are those of JSON.
+
+    Raises:
+        ClusterStartupError: If the port is taken.
+    """
+    gate = Authenticator(
+        _secret(),
+        f"{config.name} belongs to another job: its token differs. Start all tasks with the same "
+        f"{TOKEN_VARIABLE}, or all without. Received: another token",
+    )
+
+    def answer(body: str, host: str) -> str:
+        what, arguments = json.loads(body)
+        return json.dumps(functions[what](**arguments))
+
+    return listen(config, gate, answer)
+
+
+def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWER_SECONDS) -> Any:
+    """Calls a function of a task that serves.
+
+    Args:
+        task: The task's own address, `host:port`.
+        timeout: Seconds that an answer may take.
+
+    Raises:
+        RefusedError: If the task has another token.
+        ConnectionError: If nothing of this library answers there.
+        TimeoutError: If the port cannot be reached, as behind a firewall.
+        OSError: If the two disagree on TLS.
+    """
+    address, own_tls = control_address(task), tls.Tls.from_env()
+    try:
+        handshake.connect(address, _CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError as error:
+        raise TimeoutError(f"{error}") from None
+    with ChannelClient(address, own_tls) as client:
+        session = Session(_secret(), lambda text: client.send(text, timeout))
+        try:
+            return json.loads(session.ask(json.dumps([what, arguments])))
+        except ChannelError as error:
+            handshake.explain_tls(address, own_tls, str(error))
+            raise ConnectionError(f"{error}") from None
+
+
+def _secret() -> Secret:
+    # Without a token the first chief that comes has the servers all the same.
+    return Secret(os.environ.get(TOKEN_VARIABLE) or "")
+
 
 # From a claim until the chief's own server must accept connections.
 _START_SECONDS = 30.0
@@ -107,7 +204,7 @@ class ServerLease:
         address = self.servers[name]
         received = f"TF_CONFIG={self._config.to_tf_config()}" if self._config else address
         try:
-            holder = control.ask(address, "claim", self._own)
+            holder = ask(address, "claim", self._own)
         except RefusedError as error:
             raise ClusterStartupError(f"{name} ({address}): {error}. {received}") from None
         except ConnectionError:
@@ -132,3 +229,53 @@ class ServerLease:
                 f"other servers. Received: {received}"
             )
         return True
+
+
+# Departure of a worker that has got SIGTERM, while its job goes on.
+#
+# Its chief asks its workers every second. It gives one that is told so no more steps, and lets it
+# go once it has done those that it has. A worker that is not asked ends by itself after a while.
+
+
+_ALONE_SECONDS, _DEPARTURE_SECONDS = 30.0, 0.2
+
+
+class Departure:
+    """End of this process by SIGTERM, as soon as its chief does without it.
+
+    Args:
+        log: Function that takes a line.
+
+    Attributes:
+        is_due: Whether SIGTERM has come.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log, self.is_due = log, False
+
+    def watch(self) -> None:
+        """Notes SIGTERM from now on, unless the script wants something else."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.is_due:
+            self._end()  # It was told twice.
+        self.is_due = True
+        self._end_after(_ALONE_SECONDS)
+
+    def let_go(self) -> None:
+        """Ends this process, once its chief has its answer."""
+        self._log("the chief does without this worker, which ends: it was told to (SIGTERM)")
+        self._end_after(_DEPARTURE_SECONDS)
+
+    def _end_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(signals.EXIT_CODE)

@@ -1,25 +1,138 @@
 """Serves TensorFlow's runtime to the chief until the chief has ended."""
 
+import atexit
+import concurrent.futures
 import contextlib
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NoReturn
 
 import tensorflow as tf
 
 from keras_psplus import versions
+from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
-from keras_psplus.cluster.process import termination, tuning
-from keras_psplus.cluster.serving import control, shutdown
-from keras_psplus.cluster.serving.claims import LeaseHolder
-from keras_psplus.cluster.serving.leaving import Departure
+from keras_psplus.cluster.process import signals, tuning
+from keras_psplus.cluster.serving import claims
+from keras_psplus.cluster.serving.claims import Departure, LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.errors import ChiefLostError as ChiefLostError
+from keras_psplus.errors import ChiefLostError
+
+# Shutdown messages of a chief to the tasks that serve it.
+#
+# From outside, a chief that is done looks like one that was killed: its address stops answering. So
+# the chief greets its servers when it starts and sends a shutdown message at its end, by their
+# control channels. A server that was greeted and received no shutdown message knows that its chief
+# has died.
+
+
+_HELLO, _SHUTDOWN = "hello", "shutdown"
+_SHUTDOWN_SECONDS = 3.0
+
+
+class ShutdownListener:
+    """Receives, in a serving task, what its chief sends."""
+
+    def __init__(self) -> None:
+        self._received: set[str] = set()
+
+    def receive(self, word: str) -> None:
+        """Notes a word of the chief."""
+        self._received.add(word)
+
+    @property
+    def has_chief_started(self) -> bool:
+        """Whether a chief has sent anything."""
+        return bool(self._received)
+
+    @property
+    def has_chief_left(self) -> bool:
+        """Whether a chief has taken leave: it is about to end."""
+        return _SHUTDOWN in self._received
+
+    @property
+    def is_chief_lost(self) -> bool:
+        """Whether a chief that has ended since has greeted, but did not take leave."""
+        return _HELLO in self._received and _SHUTDOWN not in self._received
+
+
+class ShutdownNotifier:
+    """Greets the servers, and takes leave of them when this process ends well.
+
+    A script that ends by an exception does not end well.
+
+    Args:
+        addresses: The servers' addresses, by their task names.
+        but: Names of those that are not there yet.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], but: Collection[str] = ()) -> None:
+        self._addresses = dict(addresses)
+        self._has_ended = threading.Event()
+        self._has_failed = False
+        self._here: set[str] = set()
+        with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+            list(pool.map(self.greet, [name for name in addresses if name not in but]))
+        # At the interpreter's end no thread can be started any more.
+        self._shutdown_thread = threading.Thread(target=self._send_shutdown, daemon=True)
+        self._shutdown_thread.start()
+        atexit.register(self._at_exit)
+
+    def greet(self, task: str) -> None:
+        """Greets a server that is there, or was started again."""
+        self._send(_HELLO, [task])
+
+    def is_told_to_end(self, task: str) -> bool:
+        """Whether a task can be reached and has got SIGTERM."""
+        with contextlib.suppress(OSError, RefusedError):
+            address = self._addresses[task]
+            return bool(claims.ask(address, "is_told_to_end", {}, _SHUTDOWN_SECONDS))
+        return False
+
+    def told_to_end(self, job: str) -> Iterator[str]:
+        """Names of the tasks of a job that can be reached and have got SIGTERM."""
+        # Another thread may greet one that was started again.
+        here = [name for name in list(self._here) if name.startswith(f"{job}-")]
+        yield from filter(self.is_told_to_end, here)
+
+    def are_told_to_end(self, job: str) -> bool:
+        """Whether a task of a job that can be reached has got SIGTERM."""
+        return any(True for _ in self.told_to_end(job))
+
+    def let_go(self, task: str) -> None:
+        """Has a task end that is told to, and does without it."""
+        with contextlib.suppress(OSError, RefusedError):
+            claims.ask(self._addresses[task], "let_go", {}, _SHUTDOWN_SECONDS)
+        self._here.discard(task)
+
+    def note_failure(self) -> None:
+        """Notes that this process is about to end, but not well."""
+        self._has_failed = True
+
+    def _at_exit(self) -> None:
+        if getattr(sys, "last_value", None) is None and not self._has_failed:
+            self._has_ended.set()
+            # A server that hangs must not hold up the chief.
+            self._shutdown_thread.join(_SHUTDOWN_SECONDS)
+
+    def _send_shutdown(self) -> None:
+        self._has_ended.wait()
+        self._send(_SHUTDOWN, list(self._here))
+
+    def _send(self, word: str, tasks: Iterable[str]) -> None:
+        for task in tasks:
+            try:
+                claims.ask(self._addresses[task], "word", {"word": word}, _SHUTDOWN_SECONDS)
+                self._here.add(task)
+            except (OSError, RefusedError):
+                self._here.discard(task)  # It has died, or is TensorFlow's own, without `serve`.
+
 
 _POLL = 0.5
 _GREETING_TIMEOUT = 2.0
@@ -75,16 +188,16 @@ def serve(
     tuning.tune()
     if config.task_type == "ps":
         tuning.hide_gpus()
-    listener, departure = shutdown.ShutdownListener(), Departure(log)
+    listener, departure = ShutdownListener(), Departure(log)
     if may_leave:
         departure.watch()
     # Before TensorFlow's server, by which a chief sees that this task is here.
-    channel = control.listen_to_chief(
+    channel = claims.listen_to_chief(
         config,
         {
             "claim": LeaseHolder(address).claim,
             "word": listener.receive,
-            "is_told_to_end": lambda: termination.SIGNAL.is_noted or departure.is_due,
+            "is_told_to_end": lambda: signals.SIGNAL.is_noted or departure.is_due,
             "let_go": departure.let_go,
             "versions": own_versions,
         },
@@ -163,7 +276,7 @@ def outlive(
             f"its log if it has ended. Received: TF_CONFIG={config.to_tf_config()}"
         )
     # A scheduler that tells all tasks to end leaves the chief time to save what this one has.
-    termination.SIGNAL.watch()
+    signals.SIGNAL.watch()
     _outlive(address, lambda: 0.0 if has_left() else chief_gone)
     if is_lost():
         raise ChiefLostError(
@@ -204,7 +317,7 @@ def end_process_after(serving: Callable[[], None]) -> NoReturn:
         serving()
     except ChiefLostError as error:
         log_line(error)
-        code = termination.EXIT_CODE if termination.SIGNAL.is_noted else 1
+        code = signals.EXIT_CODE if signals.SIGNAL.is_noted else 1
     sys.stdout.flush()
     sys.stderr.flush()
     # TensorFlow's servers cannot be stopped in any other way.

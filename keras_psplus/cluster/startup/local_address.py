@@ -11,8 +11,8 @@ from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.ports import port_holder
 from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.wire.handshake import Listener
 from keras_psplus.cluster.wire.identity import PeerIdentity
-from keras_psplus.cluster.wire.listener import Listener
 
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 

@@ -12,8 +12,7 @@ from keras_psplus.cluster.startup.local_address import (
     check_own_address,
     listen_on_own_address,
 )
-from keras_psplus.cluster.startup.peer_discovery import PeerDiscovery, SparsePeerDiscovery
-from keras_psplus.cluster.startup.peer_sampling import is_large
+from keras_psplus.cluster.startup.peer_discovery import PeerDiscovery, SparsePeerDiscovery, is_large
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 

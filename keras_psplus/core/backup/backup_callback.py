@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.backup import backup_files, backup_states, ended_backups, fit_calls
+from keras_psplus.core.backup import backup_files, backup_states, fit_calls
+from keras_psplus.core.backup.backup_files import WeightsInMemory
 from keras_psplus.core.backup.backup_loading import load_first, read_tables, seed_states
 from keras_psplus.core.backup.backup_tables import without_rows
 from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
 from keras_psplus.core.backup.training_state import TrainingState, build_optimizers, check_model
-from keras_psplus.core.backup.weights_in_memory import WeightsInMemory
 from keras_psplus.core.base import optimizers
-from keras_psplus.core.jobs.chief_only import run_on_chief
+from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.errors import TableServerError
-from keras_psplus.files.shard_files import full_path
-from keras_psplus.files.table_files import write_list
+from keras_psplus.files.tables import full_path, write_list
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -69,7 +68,7 @@ def end(engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore) -> N
         return
     try:
         engine.backup_writer.finish()
-        kept = ended_backups.keep(callback.backup_dir)
+        kept = fit_calls.keep(callback.backup_dir)
         if kept is None:
             # Before what servers have: a state without its tables would be taken for a damaged one.
             backup_files.delete(callback)

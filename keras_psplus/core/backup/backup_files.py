@@ -15,17 +15,16 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.backup import backup_states, ended_backups
+from keras_psplus.core.backup import backup_states, fit_calls
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.files import atomic, file_errors, ownership
-from keras_psplus.keras_internals.keras_parts import file_utils
-
-if TYPE_CHECKING:
-    import keras
+from keras_psplus.files import atomic, integrity, ownership
+from keras_psplus.keras_internals.keras_parts import file_utils, saving_lib
 
 _WRITING, _COMPLETE, _ENDED = "writing", "complete", "ended"
 # What the files have beside the numbers, in bytes.
@@ -72,7 +71,7 @@ def written(
 
 def translate_file_errors(
     callback: keras.callbacks.BackupAndRestore,
-    errors: tuple[type[Exception], ...] = file_errors.ERRORS,
+    errors: tuple[type[Exception], ...] = integrity.ERRORS,
 ) -> contextlib.AbstractContextManager[None]:
     """Says what to do about a disk that is full or that cannot be written.
 
@@ -82,7 +81,7 @@ def translate_file_errors(
     Raises:
         OSError: In place of what TensorFlow or the system raises.
     """
-    return file_errors.translated(
+    return integrity.translated(
         lambda reason: (
             f"BackupAndRestore's state could not be written to {callback.backup_dir}; the one "
             "before stays, if there was one. Make room on that disk, or see to its rights, and "
@@ -117,8 +116,8 @@ def take(callback: keras.callbacks.BackupAndRestore, owner: str) -> None:
         OSError: If another job's process is its owner, or it cannot be written.
     """
     with translate_file_errors(callback):
-        ownership.claim(callback.backup_dir, owner, "backup_dir", ended_backups.job())
-        ended_backups.take_back(callback.backup_dir)
+        ownership.claim(callback.backup_dir, owner, "backup_dir", fit_calls.job())
+        fit_calls.take_back(callback.backup_dir)
         recover(callback)
 
 
@@ -226,3 +225,54 @@ def _remove(path: str) -> None:
 
 def _name_of(path: str | os.PathLike[str]) -> str:
     return str(path).replace("\\", "/").rsplit("/", 1)[-1]
+
+
+# Copies of weights in memory, which a thread writes to a file later.
+
+
+class WeightsInMemory(saving_lib.H5IOStore):
+    """A copy of a model's and its optimizers' variables, as they are now."""
+
+    def __init__(self, model: keras.Model) -> None:
+        # Not the file's constructor: there is none.
+        self._entries: list[tuple[str, Any, dict[str, np.ndarray]]] = []
+        self._values: dict[str, np.ndarray] = {}
+        saving_lib._save_state(model, self, None, "", set())
+
+    def write(self, path: str) -> None:
+        """Writes the file that `model.save_weights` would have written."""
+        store = saving_lib.H5IOStore(path, mode="w")
+        try:
+            for inner_path, metadata, values in self._entries:
+                entry = store.make(inner_path, metadata=metadata)
+                for key, value in values.items():
+                    entry[key] = value
+        finally:
+            store.close()
+
+    # What Keras and layers call.
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> WeightsInMemory:
+        self._values = {}
+        self._entries.append((path, metadata, self._values))
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # Copies: the next step may write to the variable's memory.
+        is_variable = isinstance(value, keras.Variable)
+        self._values[key] = value.numpy() if is_variable else np.array(value)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return self._values[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def keys(self) -> Any:
+        return self._values.keys()

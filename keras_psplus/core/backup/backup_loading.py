@@ -10,7 +10,7 @@ from keras_psplus.core.backup import backup_files, backup_states
 from keras_psplus.core.backup.backup_tables import BackupTables, read_here
 from keras_psplus.core.backup.training_state import TrainingState, check_model
 from keras_psplus.core.base import optimizers
-from keras_psplus.files.shard_files import full_path
+from keras_psplus.files.tables import full_path
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.files import atomic, digests, reading
-from keras_psplus.files.table_files import LIST, read_list, stems_of
+from keras_psplus.files import atomic, integrity
+from keras_psplus.files.tables import LIST, read_list, stems_of
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -38,10 +38,12 @@ def write_digests(folder: str, worker_files: dict[str, str]) -> None:
         folder: The folder, with all files of a state.
         worker_files: Dict from names to digests of the files that workers have written for it.
     """
-    files = {name: digests.digest_of_file(file_utils.join(folder, name)) for name in _names(folder)}
+    files = {
+        name: integrity.digest_of_file(file_utils.join(folder, name)) for name in _names(folder)
+    }
     content = {"format": _FORMAT, "files": files, "worker_files": worker_files}
     with file_utils.File(file_utils.join(folder, _DIGESTS), "w") as file:
-        file.write(digests.to_json(content, indent=1))
+        file.write(integrity.to_json(content, indent=1))
     # Before it counts, also if the power fails.
     for name in (*files, _DIGESTS):
         atomic.sync(file_utils.join(folder, name))
@@ -192,7 +194,7 @@ def _read(
         state["has_training"] = TRAINING in content["files"]
         for name, expected in content["files"].items():
             path = file_utils.join(callback.backup_dir, f"{name}{suffix}")
-            problem = digests.problem_of(path, expected)
+            problem = integrity.problem_of(path, expected)
             if problem:
                 return None, problem
     else:
@@ -206,7 +208,7 @@ def _read(
     except (ValueError, OSError, tf.errors.OpError) as error:
         return None, f"{error}"
     try:
-        reading.check_regular(weights)
+        integrity.check_regular(weights)
         state["epoch"] = _epoch(metadata)
     except (ValueError, OSError, tf.errors.OpError) as error:
         return None, f"{getattr(error, 'filename', None) or metadata} cannot be read: {error}"
@@ -227,21 +229,21 @@ def _tables(callback: keras.callbacks.BackupAndRestore, suffix: str) -> dict[str
 
 
 def _listed(path: str) -> dict[str, Any]:
-    content = digests.from_json(_bytes(path), must_have_digest=True)
+    content = integrity.from_json(_bytes(path), must_have_digest=True)
     if content["format"] != _FORMAT:
         raise ValueError(f"it has the format {content['format']}, and this version knows {_FORMAT}")
     return content
 
 
 def _epoch(path: str) -> int:
-    epoch = digests.from_json(_bytes(path)).get("epoch")
+    epoch = integrity.from_json(_bytes(path)).get("epoch")
     if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
         raise ValueError(f"its epoch is {epoch!r}")
     return epoch
 
 
 def _bytes(path: str) -> bytes:
-    with reading.open_file(str(path)) as file:
+    with integrity.open_file(str(path)) as file:
         content: bytes = file.read()
     return content
 

@@ -17,11 +17,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizer_states import by_place
-from keras_psplus.core.base.optimizers import other_variables, variables_of_optimizers
+from keras_psplus.core.base.optimizers import by_place, other_variables, variables_of_optimizers
 from keras_psplus.errors import TableServerError
-from keras_psplus.files import shard_files
-from keras_psplus.files.table_files import TableFiles
+from keras_psplus.files import tables as shard_files
+from keras_psplus.files.tables import TableFiles
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tf_internals import resource_variable_ops
 

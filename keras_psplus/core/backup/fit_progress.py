@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core.backup import backup_files, callback_states, fit_calls
+from keras_psplus.core.backup import backup_files, fit_calls, training_state
 from keras_psplus.core.backup.backup_states import TRAINING
 from keras_psplus.core.backup.training_state import TrainingState
-from keras_psplus.core.base import optimizer_states
-from keras_psplus.core.data import data_layout, data_seeds
+from keras_psplus.core.base import optimizers
+from keras_psplus.core.data import data_position, seeds
 from keras_psplus.files import ownership
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import file_utils
@@ -137,7 +137,7 @@ class FitProgress:
         """It has ended, well or not; the next one begins where its script says."""
         model._initial_epoch = self._initial_epoch
         if self.passed is not None and self.passed["random"] is not None:
-            data_seeds.restore(self.passed["random"])
+            seeds.restore(self.passed["random"])
 
     def data_seed(self, drawn: int) -> int:
         """The seed of the order of data that are about to be read.
@@ -171,7 +171,7 @@ class FitProgress:
         )
         if self._found in (fit_calls.FRESH, fit_calls.AGAIN):
             resumes = False
-        kept = callback_states.keep_files(self._callbacks) if resumes else []
+        kept = training_state.keep_files(self._callbacks) if resumes else []
         try:
             yield
         finally:
@@ -222,7 +222,7 @@ class FitProgress:
             self._iterator = weakref.ref(iterator)
         layout, self._layout = self._layout, None
         if layout is not None:
-            data_layout.check(iterator, layout, self.epoch, self.batch)
+            data_position.check(iterator, layout, self.epoch, self.batch)
         skips, self._skips = self._skips, None
         return skips
 
@@ -239,7 +239,7 @@ class FitProgress:
         """
         built, self.optimizers = self.optimizers, []
         if built and self.backups:
-            optimizer_states.check_reached(model, built)
+            optimizers.check_reached(model, built)
 
     @property
     def at(self) -> str:
@@ -308,7 +308,7 @@ class FitProgress:
             "data_seed": self._seed,
             "data": of_data,
             "stops": bool(model.stop_training),
-            "layout": None if self.iterator is None else data_layout.layout_of(self.iterator),
+            "layout": None if self.iterator is None else data_position.layout_of(self.iterator),
         }
         if self.resumed is not None:
             # Nothing has been read of the data yet.
@@ -321,7 +321,7 @@ class FitProgress:
     def _restore_callbacks(self) -> None:
         assert self.resumed is not None and self._callbacks is not None
         resumed = self.resumed
-        callback_states.restore(self._callbacks, resumed.facts["callbacks"], resumed.weights)
+        training_state.restore(self._callbacks, resumed.facts["callbacks"], resumed.weights)
 
 
 def _backups(callbacks: Any) -> list[keras.callbacks.BackupAndRestore]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_psplus.core.backup import callback_states
+from keras_psplus.core.backup import training_state
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.tables.row_variable import is_keyed
 
@@ -63,7 +63,7 @@ def weights_of_callbacks(
         For each callback that keeps weights, a list of them.
     """
     found = {}
-    counts = callback_states.counts_of_weights(facts["callbacks"])
+    counts = training_state.counts_of_weights(facts["callbacks"])
     # Rows of dynamic tables stay where they are: the chief's are those that count.
     weights = [weight for weight in model.weights if not is_keyed(weight)]
     own = [weight.numpy() for weight in weights] if state is not None and counts else []

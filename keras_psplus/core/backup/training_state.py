@@ -7,23 +7,175 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.backup import callback_states
 from keras_psplus.core.backup.backup_states import TRAINING, previous_path
-from keras_psplus.core.base import optimizer_states
+from keras_psplus.core.base import optimizers
 from keras_psplus.core.base.optimizers import other_variables, steps_of
-from keras_psplus.core.state.waiting_values import typed
-from keras_psplus.files.reading import open_file
+from keras_psplus.core.worker_state import typed
+from keras_psplus.files.integrity import open_file
+from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import file_utils
-from keras_psplus.tables.row_variable import rows_with_keys
+from keras_psplus.tables.row_variable import parts_of, rows_with_keys
 
-if TYPE_CHECKING:
-    import keras
+# State of callbacks in a backup, restored when a job resumes.
+#
+# Keras's callbacks have no method for it and reset themselves in `on_train_begin`, so their
+# attributes are saved here. A script's callbacks are saved by `state_dict()` and restored by
+# `load_state_dict(state)`, as in PyTorch Lightning.
+
+
+# Attributes of Keras's callbacks that change while a model trains.
+ATTRIBUTES: list[tuple[Any, str]] = [
+    (keras_callbacks.EarlyStopping, "wait stopped_epoch best best_epoch"),
+    (keras_callbacks.ReduceLROnPlateau, "best cooldown_counter wait"),
+    (keras_callbacks.ModelCheckpoint, "best _batches_seen_since_last_saving _last_batch_seen"),
+    (keras_callbacks.BackupAndRestore, "_batches_seen_since_last_saving _last_batch_seen"),
+    (keras_callbacks.History, "epoch history"),
+    (keras_callbacks.TensorBoard, "_global_train_batch _global_test_batch"),
+]
+_WEIGHTS, _OWN, _FILE = "best_weights", "state_dict", "file_bytes"
+
+
+def states_of(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Collects the state of callbacks.
+
+    Args:
+        callbacks: The callbacks of a `fit`.
+
+    Returns:
+        Dict from callbacks' names to what can be turned into JSON, and a dict from names to arrays.
+
+    Raises:
+        ValueError: If a `state_dict` returns what cannot be.
+    """
+    states: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for name, callback in _named(callbacks):
+        state = {a: getattr(callback, a) for a in _attributes(callback) if hasattr(callback, a)}
+        if isinstance(callback, keras_callbacks.EarlyStopping):
+            weights = callback.best_weights
+            state[_WEIGHTS] = None if weights is None else len(weights)
+            for i, array in enumerate(weights or ()):
+                arrays |= {f"{name}/{i}{what}": part for what, part in parts_of(array).items()}
+        if isinstance(callback, keras_callbacks.CSVLogger) and callback.csv_file is not None:
+            callback.csv_file.flush()
+            state["keys"], state[_FILE] = callback.keys, _size(callback.filename)
+        if _has_own(callback):
+            state[_OWN] = callback.state_dict()
+        if state:
+            states[name] = _checked(name, state)
+    return states, arrays
+
+
+def restore(
+    callbacks: Sequence[keras.callbacks.Callback],
+    states: dict[str, Any],
+    weights: dict[str, list[np.ndarray]],
+) -> None:
+    """Gives callbacks what they kept; after their `on_train_begin`.
+
+    Args:
+        callbacks: The callbacks of a `fit`; those that were not there before stay as they are.
+        states: As `states_of` returns it.
+        weights: For each callback with weights, a list of them.
+    """
+    for name, callback in _named(callbacks):
+        state = states.get(name)
+        if state is None:
+            continue
+        for attribute in _attributes(callback):
+            if attribute in state:
+                # Another epoch may be written to lists and dicts, and this be restored again.
+                setattr(callback, attribute, json.loads(json.dumps(state[attribute])))
+        if isinstance(callback, keras_callbacks.EarlyStopping):
+            callback.best_weights = weights.get(name)
+        if isinstance(callback, keras_callbacks.CSVLogger) and _FILE in state:
+            _cut_file(callback, state)
+        if _OWN in state and _has_own(callback):
+            callback.load_state_dict(state[_OWN])
+
+
+def counts_of_weights(states: dict[str, Any]) -> dict[str, int]:
+    """For each callback that keeps weights, how many arrays they are."""
+    return {name: state[_WEIGHTS] for name, state in states.items() if state.get(_WEIGHTS)}
+
+
+def keep_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Opens log files, which callbacks would begin again, to go on in them.
+
+    Args:
+        callbacks: The callbacks of a `fit`, before their `on_train_begin`.
+
+    Returns:
+        List of those for which that is so: their `append` is to be put back.
+    """
+    changed = [c for c in callbacks if isinstance(c, keras_callbacks.CSVLogger) and not c.append]
+    for callback in changed:
+        callback.append = True
+    return changed
+
+
+def _named(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    # By number within the class: workers that are not the chief lack those that write.
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        number = counts[kind] = counts.get(kind, -1) + 1
+        yield f"{kind}/{number}", callback
+
+
+def _attributes(callback: keras.callbacks.Callback) -> list[str]:
+    return [a for kind, names in ATTRIBUTES if isinstance(callback, kind) for a in names.split()]
+
+
+def _has_own(callback: keras.callbacks.Callback) -> bool:
+    return callable(getattr(callback, "state_dict", None)) and callable(
+        getattr(callback, "load_state_dict", None)
+    )
+
+
+def _checked(name: str, state: dict[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(state, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"What the callback {name} keeps cannot be backed up: `state_dict` has to return what "
+            f"can be turned into JSON. Received: {error}"
+        ) from None
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, tf.Tensor):
+        return value.numpy().tolist()
+    raise TypeError(f"{type(value).__name__} ({value!r})")
+
+
+def _size(path: str) -> int:
+    return tf.io.gfile.stat(path).length if file_utils.exists(path) else 0
+
+
+def _cut_file(callback: keras.callbacks.CSVLogger, state: dict[str, Any]) -> None:
+    """Removes the rows of epochs that are trained again."""
+    size = _size(callback.filename)
+    if size > state[_FILE] and not file_utils.is_remote_path(callback.filename):
+        callback.csv_file.flush()
+        os.truncate(callback.filename, state[_FILE])
+        size = state[_FILE]
+    callback.keys, callback.append_header = state["keys"], size == 0
+
 
 _FACTS, _OTHERS = "facts", "others"
 
@@ -54,7 +206,7 @@ class TrainingState:
             position: Dict that says where in the data it is.
             has_value: Function of a variable that tells whether its value belongs to the state.
         """
-        states, arrays = callback_states.states_of(callbacks)
+        states, arrays = states_of(callbacks)
         for i, variable in enumerate(model.metrics_variables):
             arrays[f"metrics/{i}"] = variable.numpy()
         others = other_variables(model)
@@ -64,10 +216,10 @@ class TrainingState:
         facts = {
             **position,
             "callbacks": states,
-            "variables": optimizer_states.forms(model.variables),
-            "optimizers": optimizer_states.describe(model),
+            "variables": optimizers.forms(model.variables),
+            "optimizers": optimizers.describe(model),
             "steps": steps_of(model),
-            _OTHERS: dict(zip(others, optimizer_states.forms(others.values()))),
+            _OTHERS: dict(zip(others, optimizers.forms(others.values()))),
         }
         return cls(facts, arrays)
 
@@ -116,7 +268,7 @@ def build_optimizers(
     strategy: tf.distribute.Strategy, model: keras.Model, facts: dict[str, Any]
 ) -> None:
     """Builds those optimizers of a model that were built when a state was saved."""
-    optimizer_states.build(strategy, model, facts["optimizers"])
+    optimizers.build(strategy, model, facts["optimizers"])
 
 
 def check_model(
@@ -131,10 +283,10 @@ def check_model(
     Raises:
         ValueError: If it is not.
     """
-    saved, own = facts["variables"], optimizer_states.forms(model.variables)
+    saved, own = facts["variables"], optimizers.forms(model.variables)
     differing: Any = None
     if saved != own:
-        differing = optimizer_states.first_difference(own, saved)
+        differing = optimizers.first_difference(own, saved)
     elif with_optimizers:
         differing = difference_beside_weights(model, facts)
     if differing is not None:
@@ -154,13 +306,13 @@ def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
     Returns:
         Pair of what the model and the state have, or None if they are the same.
     """
-    differing = optimizer_states.difference(model, facts["optimizers"])
+    differing = optimizers.difference(model, facts["optimizers"])
     return differing or _different_others(model, facts[_OTHERS])
 
 
 def _different_others(model: keras.Model, saved: dict[str, Any]) -> tuple[str, Any] | None:
     others = other_variables(model)
-    own = dict(zip(others, optimizer_states.forms(others.values())))
+    own = dict(zip(others, optimizers.forms(others.values())))
     for name in sorted({*own, *saved}):
         if own.get(name) != saved.get(name):
             return f"{own.get(name)} for {name}", saved.get(name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 
 from keras_psplus.arguments import shown
+from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import base_optimizer, tree
 from keras_psplus.keras_internals.keras_parts import metrics as metrics_module
 
@@ -143,3 +144,37 @@ def _check_in_scope(
                 "optimizer under `with strategy.scope():`. "
                 f"Received: {variable.path}, shape={tuple(variable.shape)}"
             )
+
+
+# Requested placement of the tables of KerasRS's `DistributedEmbedding`.
+
+
+PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
+# What KerasRS calls the places that `HybridStrategy` knows by other names.
+_KERAS_RS_MIRRORED = "default_device"
+
+
+class KerasRSPlacement:
+    """Notes for each embedding where its table wants to lie, whatever the strategy will be."""
+
+    def take_in(self, call: Call) -> None:
+        """Checks the tables; KerasRS refuses the placement `"parameter_server"`."""
+        configs = keras.tree.flatten(call.get("feature_configs"))
+        tables = {id(c.table): c.table for c in configs if hasattr(c.table, "placement")}
+        served = [t for t in tables.values() if t.placement == PARAMETER_SERVER]
+        for table in served:
+            table.placement = _KERAS_RS_MIRRORED
+        try:
+            call.proceed()
+        finally:
+            for table in served:
+                table.placement = PARAMETER_SERVER
+
+    def make_layers(self, call: Call) -> None:
+        """Makes the embeddings of the tables."""
+        call.proceed()
+        for path, config in call.get("feature_configs").items():
+            wish = config.table.placement
+            if wish != AUTO:
+                embedding = call.owner._default_device_embedding_layers[path]
+                embedding._keras_rs_placement = MIRRORED if wish == _KERAS_RS_MIRRORED else wish

@@ -17,7 +17,7 @@ from keras_psplus.core.batch.replica_step import (
     current_step,
     current_step_with_batch_fraction,
 )
-from keras_psplus.core.graph import metric_losses
+from keras_psplus.core.graph import metrics
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable, tree
 from keras_psplus.updates import map_values
@@ -194,7 +194,7 @@ def get_attribute(call: Call) -> Any:
     step = current_step_with_batch_fraction() if name == "update_state" else None
     if step is None:
         return attribute
-    return metric_losses.update_state(step.metric_losses, call.owner, attribute)
+    return metrics.update_state(step.metric_losses, call.owner, attribute)
 
 
 def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -212,3 +212,33 @@ def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **k
             step.unscale_by_batch_fraction(loss) for loss in layer._losses[-count:]
         ]
     return outputs
+
+
+# Statistics of masked batches over all replicas, for `BatchNormalization(synchronized=True)`.
+#
+# Keras sums those of batches without a mask over the replicas, and forgets to where there is a
+# mask.
+
+
+def moments(call: Call) -> Any:
+    """Mean and variance of the entries that the mask leaves, as Keras's `_moments` has them."""
+    layer, inputs, mask = call.owner, call.get("inputs"), call.get("mask")
+    context = tf.distribute.get_replica_context()
+    if mask is None or not layer.synchronized or context is None:
+        return call.proceed()
+    is_there = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+    def masked(values: Any) -> Any:
+        return tf.where(is_there, values, tf.zeros_like(values))
+
+    def sums(*values: Any) -> Any:
+        local = [tf.reduce_sum(one, layer._reduction_axes, True) for one in values]
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
+
+    total, count = sums(masked(inputs), tf.cast(is_there, inputs.dtype))
+    count += keras.backend.epsilon()
+    mean = total / count
+    # Squares of differences, as in one process: they lose less than differences of squares. They
+    # are masked first, so that entries that are no numbers have no gradients either.
+    (squares,) = sums(tf.square(masked(inputs - mean)))
+    return tf.squeeze(mean), tf.squeeze(squares / count)

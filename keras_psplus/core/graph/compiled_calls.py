@@ -22,14 +22,14 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.base.compilation_count import CompilationCount
-from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
-from keras_psplus.core.graph import xla_operations
+from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
+from keras_psplus.core.graph import compiled_function
 from keras_psplus.core.graph.compiled_function import (
     CompiledFunction,
     is_in_gradient,
     why_not_given,
 )
-from keras_psplus.core.graph.model_segments import Segment, split
+from keras_psplus.core.graph.subgraph import Segment, split
 from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import logger
@@ -249,7 +249,7 @@ class CompiledCalls:
             graph = tf.compat.v1.get_default_graph()
             before = len(graph.get_operations())
             outputs = inner(*args, **kwargs)
-            if why_not_given(tree.flatten((args, kwargs))) or xla_operations.missing_of(
+            if why_not_given(tree.flatten((args, kwargs))) or compiled_function.missing_of(
                 graph, graph.get_operations()[before:]
             ):
                 self._not_compiled.add(operation)

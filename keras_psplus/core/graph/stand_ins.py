@@ -4,6 +4,8 @@ A placeholder is an identity operation. Its input can be changed for as long as 
 built.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -11,7 +13,12 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from keras_psplus.tf_internals import framework_ops, func_graph
+from keras_psplus.tf_internals import (
+    control_flow_func_graphs,
+    control_flow_util,
+    framework_ops,
+    func_graph,
+)
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -317,3 +324,92 @@ def _captured(op: tf.Operation) -> list[tf.Tensor]:
     if not isinstance(op.graph, func_graph.FuncGraph):
         return []
     return [outer for outer, inner in op.graph.captures if inner is op.outputs[0]]
+
+
+# Gradients that a loop of the graph has returned, for each replica's rows.
+#
+# Their mean over the replicas is right for what is linear in them, as a mean over micro-batches,
+# and for what is computed row by row, but a norm of one replica's is none of the global batch's.
+
+
+_LOOPS = "While", "StatelessWhile"
+# Types of operations that are linear in all inputs.
+_LINEAR = {
+    *("Add", "AddN", "AddV2", "Cast", "ConcatV2", "ExpandDims", "Identity", "Mean", "Neg", "Pack"),
+    *("Reshape", "StridedSlice", "Squeeze", "Sub", "Sum", "Transpose"),
+}
+# And in one of them; in the first, if the other is what that is divided by.
+_BILINEAR, _QUOTIENTS = {"Mul", "MulNoNan"}, {"Div", "DivNoNan", "RealDiv"}
+
+
+def nonlinear_use(
+    gradient: tf.Tensor | tf.IndexedSlices, bodies: Collection[str], variables: Iterable[Any]
+) -> str | None:
+    """Type of an operation that is not linear in loops' results, or None.
+
+    Args:
+        gradient: What has been computed.
+        bodies: Names of the loops' bodies in which gradients were taken.
+        variables: The variables that they are the gradients of. What is returned for each row has
+            another shape than they have.
+    """
+    shapes = [tuple(variable.shape) for variable in variables]
+    found = list(sources([gradient]))
+    returned = [t for op in found if _is_loop(op, bodies) for t in op.outputs]
+    waiting = [t for t in returned if t.dtype.is_floating and _shape(t) in shapes]
+    known, marked = {id(op) for op in found}, {id(t) for t in waiting}
+    while waiting:
+        for op in waiting.pop().consumers():
+            if id(op) not in known or _is_loop(op, bodies):
+                continue
+            used = [id(one) in marked for one in op.inputs]
+            is_linear = (
+                op.type in _LINEAR
+                or (op.type in _BILINEAR and sum(used) == 1)
+                or (op.type in _QUOTIENTS and used == [True, False])
+            )
+            if not is_linear:
+                return str(op.type)
+            new = [one for one in op.outputs if id(one) not in marked]
+            marked.update(map(id, new))
+            waiting += new
+    return None
+
+
+def _is_loop(op: tf.Operation, bodies: Collection[str]) -> bool:
+    return op.type in _LOOPS and op.get_attr("body").name in bodies
+
+
+def _shape(tensor: tf.Tensor) -> tuple[int | None, ...] | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape)
+
+
+# Traces in which replicas cannot ask each other for sums.
+#
+# A loop may turn another number of times on each replica, as one over rows does; code that is
+# vectorised over rows, or compiled by XLA, has no collectives.
+
+
+# The scope in which `tf.vectorized_map` traces what it then does for all rows at once.
+_VECTORIZED = "loop_body"
+
+
+def loops_around(graph: tf.Graph, outermost: tf.Graph) -> list[str]:
+    """Names of the loop bodies around a graph, up to an outermost graph."""
+    body = control_flow_func_graphs.WhileBodyFuncGraph
+    return [one.name for one in _inside(graph, outermost) if isinstance(one, body)]
+
+
+def is_without_collectives(graph: tf.Graph, outermost: tf.Graph) -> bool:
+    """Whether what is traced now, in a graph inside another one, can have no collectives."""
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        return True
+    graphs = [*_inside(graph, outermost), outermost]
+    scopes = [scope for one in graphs for scope in one.get_name_scope().split("/")]
+    return any(scope.startswith(_VECTORIZED) for scope in scopes)
+
+
+def _inside(graph: tf.Graph, outermost: tf.Graph) -> Iterator[tf.Graph]:
+    while graph is not outermost and isinstance(graph, func_graph.FuncGraph):
+        yield graph
+        graph = graph.outer_graph

@@ -6,19 +6,23 @@ different things (a model with one more variable, a callback that stopped one wo
 out at once and by name, instead of waiting for each other in different collectives.
 """
 
+from __future__ import annotations
+
 import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent import futures
 from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
+from keras_psplus import errors
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.startup.peer_sampling import is_large
-from keras_psplus.core.jobs import error_report, failure
+from keras_psplus.cluster.startup.peer_discovery import is_large
+from keras_psplus.core.jobs import failure
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
@@ -210,12 +214,12 @@ class ControlPlane:
             f"batch, or at an epoch's end. Received: stop_training=True on {stop.name} alone"
         )
         self.post_end(message)
-        error_report.report(message)
+        failure.report(message)
         context.context().abort_collective_ops(tf.errors.INVALID_ARGUMENT, message)
 
     def _fall_out(self, message: str) -> NoReturn:
         """Tells the other workers to stop, with the reason, and raises it here."""
-        error_report.report(message)
+        failure.report(message)
         raise ValueError(message)
 
     def _delete_read(self) -> None:
@@ -325,3 +329,60 @@ def _posted_key(name: str) -> str:
 def _readable(message: str) -> str:
     kind, _, description = (message.split("\n", 2) + ["", ""])[:3]
     return f"{kind} {description}".strip()
+
+
+# Functions that the chief runs for all workers while they wait.
+
+
+# After which the others hear that it goes on.
+_TURN_SECONDS = 20.0
+# Kinds of errors of the chief that all workers raise.
+_ERRORS: dict[str, type[Exception]] = {
+    "OSError": OSError,
+    "ValueError": ValueError,
+    **{name: getattr(errors, name) for name in errors.__all__},
+}
+
+
+def run_on_chief(
+    control: ControlPlane | None, is_chief: bool, what: str, work: Callable[[], Any]
+) -> Any:
+    """Has the chief do something; to be called on all workers.
+
+    However long it takes, the others know that the chief is at it, and what fails there, fails
+    everywhere.
+
+    Args:
+        control: `core.jobs.control.ControlPlane`, or None if there is one worker.
+        what: What it is, for messages.
+        work: Function without arguments that returns what can be turned into JSON.
+
+    Returns:
+        What `work` has returned on the chief.
+
+    Raises:
+        Exception: What it has raised there.
+    """
+    if control is None:
+        return work()
+    if not is_chief:
+        message: dict[str, Any] = {"goes_on": True}
+        while message.get("goes_on"):
+            message = json.loads(control.exchange(what, "")[0])
+        if "error" in message:
+            raise _ERRORS.get(message["kind"], RuntimeError)(message["error"])
+        return message["result"]
+    # Not in this thread, which talks to the others.
+    pool = futures.ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    while not futures.wait([future], _TURN_SECONDS).done:
+        control.exchange(what, json.dumps({"goes_on": True}))
+    error = future.exception()
+    if error is not None:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        message = {"error": f"{error}", "kind": next((k for k in kinds if k in _ERRORS), "")}
+        control.exchange(what, json.dumps(message))
+        raise error
+    control.exchange(what, json.dumps({"result": future.result()}))
+    return json.loads(json.dumps(future.result()))

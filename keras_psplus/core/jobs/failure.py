@@ -6,26 +6,115 @@ process exits without TensorFlow's shutdown barrier, which would wait for the de
 fails with an error has reported that before, see `error_report.py`.
 """
 
+from __future__ import annotations
+
 import atexit
 import concurrent.futures
 import contextlib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 import tensorflow as tf
 
+from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.process import signals
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.unresponsive import ANSWERS, GONE, SILENT, places_of, state_of
-from keras_psplus.core.jobs import error_report
+from keras_psplus.cluster.wire.identity import ANSWERS, GONE, SILENT, places_of, state_of
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
+
+# Tells the other workers of a job why this one ends.
+#
+# Otherwise they learn of its end by a broken connection, or by heartbeats that do not come, and of
+# its cause not at all.
+
+
+ENDED = "keras_psplus ended: "
+_REPORT_SECONDS = 2.0
+# The process stays for so long after a report, so that it arrives before the connection breaks.
+_ARRIVAL_SECONDS = 0.5
+_LONGEST_CAUSE = 300
+# What TensorFlow's errors say before the cause.
+_ABOUT_THE_GRAPH = re.compile(r'Graph execution error:|Detected at |File "|\[\[')
+
+_reported_at: float | None = None
+
+
+def report(message: str, post: Callable[[str], None] | None = None) -> None:
+    """Has the collectives of all other workers fail with a message.
+
+    Args:
+        message: Text of one line.
+        post: Function of the message that reaches workers which wait for this one elsewhere than in
+            a collective; None for none.
+    """
+    global _reported_at
+    if _reported_at is not None:
+        return
+    _reported_at = time.monotonic()
+    try:
+        if post is not None:
+            post(message)
+        context.context().report_error_to_cluster(tf.errors.INVALID_ARGUMENT, message)
+    except (tf.errors.OpError, ValueError) as error:
+        logger.warning("could not tell the other workers: %s", error)
+
+
+def report_failure(
+    task: TaskConfig, is_cause: Callable[[], bool], post: Callable[[str], None] | None = None
+) -> None:
+    """Reports this process's failure to the other workers.
+
+    A failure is an uncaught exception or a non-zero exit code.
+
+    Args:
+        is_cause: Function that tells whether this process's failure is not another one's.
+        post: As for `report`.
+    """
+    signals.watch()
+
+    def report_error(kind: type[BaseException], error: BaseException) -> Callable[[], None] | None:
+        # At a prompt, an exception does not end the process.
+        if not is_cause() or hasattr(sys, "ps1") or sys.flags.interactive:
+            return None
+        message = _message(task, "by an error", _described(kind, error))
+        # A coordination service that hangs must not keep the traceback back.
+        thread = threading.Thread(target=report, args=[message, post], daemon=True)
+        thread.start()
+        return lambda: thread.join(_REPORT_SECONDS)
+
+    tracebacks.UNCAUGHT.reporters.append(report_error)
+    atexit.register(_at_exit, task, is_cause, post)
+
+
+def _at_exit(
+    task: TaskConfig, is_cause: Callable[[], bool], post: Callable[[str], None] | None
+) -> None:
+    if not is_cause() or signals.SIGNAL.is_in_order:
+        return
+    if signals.is_bad() and _reported_at is None:
+        report(_message(task, "early", f"exit code {signals.last()}"), post)
+    if _reported_at is not None:
+        time.sleep(max(0.0, _ARRIVAL_SECONDS - (time.monotonic() - _reported_at)))
+
+
+def _message(task: TaskConfig, how: str, cause: str) -> str:
+    return f"{ENDED}{task.name} ({task.address}) has ended {how}. Received: {cause}"
+
+
+def _described(kind: type[BaseException], error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not _ABOUT_THE_GRAPH.match(line)]
+    return ": ".join([kind.__name__, *lines[:1]])[:_LONGEST_CAUSE]
+
 
 _SYMPTOMS = (
     tf.errors.UnavailableError,
@@ -48,7 +137,7 @@ _WHERE = re.compile(
 # What an operation of ours says begins so, wherever TensorFlow puts it.
 LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
-_ENDED = re.compile(rf"{error_report.ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
+_ENDED = re.compile(rf"{ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
 # How long a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
@@ -171,7 +260,7 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
     Args:
         post: As for `error_report.report`.
     """
-    error_report.watch(task, lambda: _failed_at is None, post)
+    report_failure(task, lambda: _failed_at is None, post)
     atexit.register(_leave, task)
 
 
@@ -259,3 +348,52 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in lines if not _WHERE.match(line)]
     telling = [line for line in lines if _CAUSE.search(line)]
     return ((telling or lines or [type(error).__name__])[0])[:300]
+
+
+# Exit of a chief whose job has lost a task that holds variables.
+#
+# Nobody else runs the script there, so that there is no peer to tell and to wait for, as a worker
+# has under all-reduce (`failure.py`).
+
+
+_has_failed = False
+
+
+def install_exit_hook() -> None:
+    """Ends this process without TensorFlow's own end if a part of the cluster was lost."""
+    atexit.register(_exit_if_failed)
+
+
+def mark_failed() -> None:
+    """Notes that a part of the cluster was lost."""
+    global _has_failed
+    _has_failed = True
+
+
+def has_lost_tasks() -> bool:
+    """Whether a part of the cluster was lost."""
+    return _has_failed
+
+
+def relevant_line(error: Exception) -> str:
+    """The line of a TensorFlow error that says why a task could not be reached."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    relevant = [
+        line for line in lines if re.search(r"refused|reset|closed|UNAVAILABLE|abort", line)
+    ]
+    return (relevant or lines)[0][:300]
+
+
+def exit_now() -> NoReturn:
+    """Ends this process with exit code 1, without TensorFlow's own end."""
+    logger.error("the chief ends with exit code 1, because the job has failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _exit_if_failed() -> None:
+    if _has_failed:
+        # TensorFlow would talk to the lost tasks once more about all that it had there, and may
+        # wait.
+        exit_now()

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
-from keras_psplus.cluster.process import exit_code
-from keras_psplus.cluster.wire.unresponsive import GONE, places_of, state_of
+from keras_psplus.cluster.process import signals
+from keras_psplus.cluster.wire.identity import GONE, places_of, state_of
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import context
 
@@ -43,7 +43,7 @@ def watch(task: TaskConfig, silent: Callable[[], Collection[str]]) -> None:
     thread.start()
 
     def leave() -> None:
-        if not exit_code.is_bad() and not failure.has_failed():
+        if not signals.is_bad() and not failure.has_failed():
             has_ended.set()
             thread.join(_STAY_SECONDS if task.is_chief else _POST_SECONDS)
 

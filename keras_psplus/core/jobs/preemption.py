@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster.process.termination import EXIT_CODE, SIGNAL
+from keras_psplus.cluster.process.signals import EXIT_CODE, SIGNAL
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_value import ThreadFlag
+from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.engine import Call
-from keras_psplus.files import atomic, unwritten
+from keras_psplus.files import atomic, integrity
 from keras_psplus.keras_internals.keras_parts import file_utils
 
 _skipped: dict[str, set[str]] = {}
@@ -133,7 +133,7 @@ def save_in_place(call: Call) -> Any:
     except Exception:
         filepath = call.get("filepath")
         if isinstance(filepath, (str, os.PathLike)):
-            unwritten.divert(os.fspath(filepath))
+            integrity.divert(os.fspath(filepath))
         raise
 
 
@@ -156,7 +156,7 @@ def written(
         try:
             yield own
         except Exception as error:
-            unwritten.divert(own)
+            integrity.divert(own)
             error.args = tuple(SHOWN.as_given(one) for one in error.args)
             if getattr(error, "filename", None):
                 error.filename = SHOWN.as_given(error.filename)  # type: ignore[attr-defined]

@@ -9,12 +9,11 @@ import threading
 import time
 from typing import Any
 
-from keras_psplus.cluster.channel.connection_watch import ConnectionWatch
+from keras_psplus.cluster.channel.client import ConnectionWatch
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.errors import TableServerError
 from keras_psplus.hybrid.files.server_tables import ServerTables
-from keras_psplus.hybrid.rpc.control_link import ControlLink
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.rpc.servers import ControlLink, Servers
 from keras_psplus.log import logger
 
 _POLL_SECONDS = 0.5

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.files.table_files import STEM, read_list, stems_of, write_list
+from keras_psplus.files.tables import STEM, read_list, stems_of, write_list
 from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger
-from keras_psplus.tables.changes import needs_whole
+from keras_psplus.tables.snapshot import needs_whole
 
 
 def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from keras_psplus.core.jobs.chief_only import run_on_chief
-from keras_psplus.files import shard_files
+from keras_psplus.core.jobs.control import run_on_chief
+from keras_psplus.files import tables
 from keras_psplus.hybrid.files import saving
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TableSaving:
         ```
         """
         if self.is_chief and self._context is not None:
-            path = shard_files.full_path(directory)
+            path = tables.full_path(directory)
             saving.save(self._context.servers, self._context.tables.all, path)
 
     def load_tables(self, directory: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class TableSaving:
         """
         if (context := self._context) is None:
             return
-        path = shard_files.full_path(directory)
+        path = tables.full_path(directory)
         run_on_chief(
             self.extended.control,
             self.is_chief,

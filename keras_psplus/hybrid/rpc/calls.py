@@ -6,6 +6,8 @@ that comes twice for one.
 """
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +16,118 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
+from keras_psplus.arguments import shown
+from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
-from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.rpc_auth import RowKey
+from keras_psplus.log import logger
+from keras_psplus.tf_internals import resource_variable_ops
+
+# Names of parameter servers' methods, which anybody can list, and the token.
+#
+# Names contain nothing that would help an attacker: `sessions.Authenticator` and
+# `rpc_auth.with_key_check` authenticate calls.
+
+
+# How TensorFlow says that there is no such method.
+NOT_REGISTERED = "(?s).* is not registered.*"
+# The same of those that go with an optimizer.
+OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
+
+
+def token_of(task: TaskConfig, given: str | None) -> str:
+    """The job's token: given, from the environment, or made of the cluster's description."""
+    if given is not None:
+        if not isinstance(given, str) or not given:
+            raise ValueError(f"`job_token` must be a text. Received: job_token={shown(given)}")
+        return given
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        token = json.dumps(task.cluster, sort_keys=True)
+        if task.is_chief or task.task_type == "ps":
+            logger.warning(
+                "this job has no token: anybody who reaches its parameter servers and knows its "
+                "TF_CONFIG can read and change their tables. Give all tasks the same long random "
+                "text in %s, as `keras-psplus run` does, or as `job_token`. Received: none",
+                TOKEN_VARIABLE,
+            )
+    return token
+
+
+def is_secret(given: str | None) -> bool:
+    """Whether the job's token is more than the cluster's description."""
+    return given is not None or bool(os.environ.get(TOKEN_VARIABLE))
+
+
+def method(table: int, what: str) -> str:
+    """The name of one method of one table, by the table's number."""
+    return f"{table}/{what}"
+
+
+def readable(name: str) -> str:
+    """A method's name for people."""
+    return f"table {name.replace('/', ', ')}" if "/" in name else name
+
+
+# Lets only those call a server's methods who can name the job's two secret integers.
+#
+# Calls for rows are operations of a step's graph, so that the server compares in a graph as well. A
+# session in Python, as control calls have one, would cost each of them more than its rows do.
+
+
+_PURPOSE = "rows"
+
+
+class RowKey:
+    """Two integers that a call for rows begins with.
+
+    They follow from the job's token and from the first process of a server, so that one that takes
+    its place goes on with them. A variable holds them, as constants would be in saved graphs.
+
+    Args:
+        secret: `secret.Secret`.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._variable = resource_variable_ops.ResourceVariable(
+                tf.zeros([2], tf.int64), trainable=False
+            )
+
+    def set(self, process: str) -> None:
+        """Makes it that of a server's process."""
+        with tf.init_scope():
+            self._variable.assign(tf.constant(self._secret.key_words(_PURPOSE, process), tf.int64))
+
+    def read(self) -> tf.Tensor:
+        """The integers, as a tensor."""
+        return self._variable.read_value()
+
+
+def with_key_check(
+    function: tf.types.experimental.PolymorphicFunction, key: RowKey
+) -> tf.types.experimental.PolymorphicFunction:
+    """A method that does what another one does, for those who know the key.
+
+    Args:
+        function: `tf.function` with a signature, which is not called if the key is wrong.
+        key: `RowKey`.
+    """
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([2], tf.int64), *function.input_signature], autograph=False
+    )
+    def method(given: tf.Tensor, *args: tf.Tensor) -> tf.Tensor:
+        is_right = tf.reduce_all(tf.equal(given, key.read()))
+        refusal = "the caller does not know this job's token. Received: a call without its key"
+        with tf.control_dependencies([tf.debugging.Assert(is_right, [refusal])]):
+            return function.python_function(*[tf.identity(arg) for arg in args])
+
+    return method
+
 
 _OK, _CANCELLED, _DEADLINE, _UNAVAILABLE = 0, 1, 4, 14
 _AWAY = _CANCELLED, _DEADLINE, _UNAVAILABLE
@@ -153,7 +263,7 @@ class RpcClient:
             away = tf.reduce_any(tf.equal(code, _AWAY))
             if self._recovers:
                 # It is there, and will have its tables soon.
-                away |= tf.strings.regex_full_match(message, names.NOT_REGISTERED)
+                away |= tf.strings.regex_full_match(message, NOT_REGISTERED)
             now = tf.timestamp()
             limit = tf.ensure_shape(tf.numpy_function(self._limit, [], tf.float64), [])
             in_time = tf.logical_and(
@@ -197,7 +307,7 @@ class RpcClient:
         )
         away = tf.reduce_any(tf.equal(code, [_DEADLINE, _UNAVAILABLE]))
         # What was traced for an optimizer calls methods that go with it.
-        replaced = tf.strings.regex_full_match(message, f"(?s).*{names.OF_OPTIMIZER}.*")
+        replaced = tf.strings.regex_full_match(message, f"(?s).*{OF_OPTIMIZER}.*")
         reason = tf.where(
             replaced,
             "the table's optimizer has been replaced since by another one, and a table has one at "
@@ -207,7 +317,7 @@ class RpcClient:
         text = tf.strings.join(
             [
                 tf.where(replaced, failure.REFUSED, failure.LOST),
-                f"{self.name} ({self.address}) failed at {names.readable(method)}: ",
+                f"{self.name} ({self.address}) failed at {readable(method)}: ",
                 tf.where(away, silent, reason),
             ]
         )

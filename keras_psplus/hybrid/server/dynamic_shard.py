@@ -6,11 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES
+from keras_psplus.hybrid.rows import MESSAGE_BYTES
 from keras_psplus.hybrid.server.shard import TableShard, traced
-from keras_psplus.tables import changes, files
-from keras_psplus.tables.rows.chunks import ChunkedRows
-from keras_psplus.tables.rows.frozen_rows import FrozenRows
+from keras_psplus.tables import files, snapshot
+from keras_psplus.tables.rows.chunks import ChunkedRows, FrozenRows
 from keras_psplus.tables.store import RowStore
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
@@ -153,7 +152,7 @@ class DynamicShard(TableShard):
         return removed
 
     def _changed(self) -> Any:
-        most = MESSAGE_BYTES // (4 * (changes.HEAD + self.dim)) - 1
+        most = MESSAGE_BYTES // (4 * (snapshot.HEAD + self.dim)) - 1
 
         @traced(tf.TensorSpec([2], _LONG), tf.TensorSpec([], _INT))
         def changed(since: tf.Tensor, first: tf.Tensor) -> tf.Tensor:

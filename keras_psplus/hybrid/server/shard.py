@@ -12,11 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.files.shard_files import rows_of
-from keras_psplus.hybrid.rows.initial_rows import make_variable
-from keras_psplus.hybrid.rows.lost_updates import MissingUpdates
-from keras_psplus.hybrid.rows.row_codec import RowCodec
-from keras_psplus.hybrid.rows.row_undo_log import RowUndoLog
+from keras_psplus.files.tables import rows_of
+from keras_psplus.hybrid.rows import MissingUpdates, RowCodec, RowUndoLog, make_variable
 from keras_psplus.tables.rows.row_optimizer import RowOptimizer
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32

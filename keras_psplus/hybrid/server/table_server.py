@@ -8,7 +8,10 @@ a call that has to be repeated.
 import collections
 import json
 import math
+import os
+import posixpath
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,20 +21,71 @@ import tensorflow as tf
 
 from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
-from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.process.termination import SIGNAL
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.process.signals import SIGNAL
 from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.serving import control
-from keras_psplus.files import shard_files
-from keras_psplus.hybrid.rpc import names
-from keras_psplus.hybrid.rpc.rpc_auth import RowKey, with_key_check
+from keras_psplus.cluster.serving import claims
+from keras_psplus.cluster.serving import serve as cluster_serve
+from keras_psplus.cluster.startup.preflight import check_local_address
+from keras_psplus.cluster.wire import handshake
+from keras_psplus.errors import ChiefLostError, TableServerError
+from keras_psplus.files import tables as shard_files
+from keras_psplus.hybrid.rpc import calls
+from keras_psplus.hybrid.rpc.calls import RowKey, with_key_check
+from keras_psplus.hybrid.rpc.servers import ControlLink
 from keras_psplus.hybrid.rpc.tickets import Tickets
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
-from keras_psplus.hybrid.server.folders import Folders
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
 from keras_psplus.tables.rows.row_optimizer import check_elementwise
+
+# Folders below which a parameter server writes, for any client.
+
+
+_STEM = re.compile(r"[\w.-]+")
+
+
+class Folders:
+    """The folders that a server was started for.
+
+    Args:
+        paths: Their paths, or URLs; None if it may write anywhere.
+    """
+
+    def __init__(self, paths: Iterable[str] | None) -> None:
+        self._paths = None if paths is None else list(paths)
+
+    def check_allowed(self, directory: str, stem: str = "none") -> None:
+        """Sees that what is asked for would be written below one of them.
+
+        Args:
+            directory: The folder.
+            stem: How the names of files in it begin.
+
+        Raises:
+            ValueError: If it would not.
+        """
+        wanted, paths = _real(directory), ["/"] if self._paths is None else self._paths
+        is_below = self._paths is None or any(
+            f"{wanted}/".startswith(f"{_real(path).rstrip('/')}/") for path in paths
+        )
+        if not is_below or not _STEM.fullmatch(stem):
+            raise ValueError(
+                f"it writes only below the folder that it was started for: {', '.join(paths)}. "
+                "Give all tasks `tables_dir=`, the folder below which backups and `save_tables` "
+                f"are to be written, or a secret {TOKEN_VARIABLE}. "
+                f"Received: directory={directory!r}"
+            )
+
+
+def _real(path: str) -> str:
+    if "://" not in path:
+        return os.path.realpath(path)
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{posixpath.normpath(rest)}"
+
 
 _POLL_SECONDS, _PENDING_SECONDS = 0.1, 0.01
 # For a worker to fetch the answer that this server ends.
@@ -137,7 +191,7 @@ class TableServer:
                 return json.dumps({"error": f"This is no request. Received: {error}"})
 
         host = self._address.rpartition(":")[0]
-        return control.listen(self._task, self._gate, handle, host)
+        return claims.listen(self._task, self._gate, handle, host)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Notes a request, for the main thread to answer them one by one.
@@ -278,7 +332,7 @@ class TableServer:
         methods = {}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
-                methods[names.method(key, what)] = self._with_key_check(key, what, function)
+                methods[calls.method(key, what)] = self._with_key_check(key, what, function)
         # TensorFlow takes a second server of the same text for the first, until that is gone.
         self._starts += 1
         address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._address
@@ -303,3 +357,87 @@ class TableServer:
 
 def _described(spec: dict[str, Any]) -> str:
     return f"'{spec['name']}' of shape ({spec.get('rows', 'any')}, {spec['dim']})"
+
+
+# The life of a parameter server of `HybridStrategy`: as long as its job's chief.
+
+
+_ANSWER_SECONDS = 20.0
+
+
+def serve(
+    task: TaskConfig,
+    secret: Secret,
+    options: dict[str, Any],
+    agreed: str,
+    startup_timeout: float,
+    folders: Iterable[str] | None = (),
+    chief_gone: float = 5.0,
+) -> None:
+    """Serves tables until the chief has ended.
+
+    Args:
+        task: `TaskConfig` of this ps task.
+        secret: `secret.Secret` of the job's token.
+        options: Dict of what `Shard` takes beside its table.
+        agreed: Text that has to be equal in all processes of the job.
+        startup_timeout: Seconds to wait for the chief.
+        folders: Paths of the folders below which it may write; None for all.
+        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
+
+    Raises:
+        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
+            chief does not come.
+        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having
+            said so, or a worker has been started again.
+    """
+    check_local_address(task)
+    tuning.tune()
+    tuning.hide_gpus()
+    ended, problem = threading.Event(), []
+    server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
+
+    def watch() -> None:
+        try:
+            _check_that_it_answers(server, task, secret)
+            cluster_serve.outlive(
+                task,
+                lambda: server.was_greeted,
+                lambda: server.was_greeted and not server.was_left,
+                lambda: False,  # Other workers may not have ended.
+                startup_timeout,
+                chief_gone,
+            )
+        except Exception as error:  # Raised again by the main thread.
+            problem.append(error)
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    server.serve(ended)
+    if problem:
+        raise problem[0]
+    if server.restarted is not None:
+        raise ChiefLostError(
+            f"{server.restarted} has been started again, and {task.name} holds tables of the start "
+            "before: it ends. Start it again, too; with the BackupAndRestore callback "
+            f"training resumes where it was. Received: another process of {server.restarted}"
+        )
+
+
+def _check_that_it_answers(server: TableServer, task: TaskConfig, secret: Secret) -> None:
+    """TensorFlow's server says nothing if it cannot listen, or if somebody else does there."""
+    server.listens.wait()
+    assert task.address is not None
+    link = ControlLink(task.name, task.address, secret, timeout=_ANSWER_SECONDS)
+    try:
+        nonce, said = link.request("who")["nonce"], ""
+        if not handshake.grpc_responds(task.address, _ANSWER_SECONDS):
+            nonce = None
+    except TableServerError as error:
+        nonce, said = None, f" ({error})"
+    if nonce != server.nonce:
+        raise ClusterStartupError(
+            f"{task.name} cannot be reached at {task.address}, its own address: another process "
+            "uses the port, or the host's name leads elsewhere. "
+            f"Received: TF_CONFIG={task.to_tf_config()}{said}"
+        )

@@ -10,18 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES
+from keras_psplus.hybrid.rows import MESSAGE_BYTES
 from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.servers import Servers
-from keras_psplus.hybrid.tables.registry import Tables
+from keras_psplus.hybrid.tables.embeddings import TableVariable
+from keras_psplus.hybrid.tables.placement import Tables
 from keras_psplus.hybrid.tables.table import Table
-from keras_psplus.hybrid.tables.variable import TableVariable
-from keras_psplus.tables import changes
+from keras_psplus.tables import snapshot as changes
 from keras_psplus.tables.admission import counters_of_block
-from keras_psplus.tables.changes import Changes
 from keras_psplus.tables.keys import BLOCKS, owners_of
 from keras_psplus.tables.row_variable import Checkpointed, with_gradient
-from keras_psplus.tables.snapshot import Contents, Snapshot, in_chunks, living
+from keras_psplus.tables.snapshot import Changes, Contents, Snapshot, in_chunks, living
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # Entries in a message, of 32 bytes.

@@ -23,14 +23,108 @@ from typing import Any, Self
 import tensorflow as tf
 
 from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.core.jobs import failure
-from keras_psplus.hybrid.rows import subgraph
-from keras_psplus.hybrid.tables.rows_ahead import RowsAhead
+from keras_psplus.hybrid import rows as subgraph
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import info_once
+from keras_psplus.tf_internals import distribute_lib
 from keras_psplus.tf_internals import framework_ops as ops
 
+# Barrier between steps: all writes to a table precede the next step's reads.
+#
+# A variable of each replica connects its pushes, the step's last collective and its next lookups:
+# TensorFlow keeps operations on one variable in their order, also over branches and loops.
+
+
+class Barrier:
+    """Barrier after each step's pushes, which adds a number to an existing collective.
+
+    Args:
+        extended: `MultiWorkerMirroredExtended`: the replicas, and variables of their steps.
+    """
+
+    _NAME = "tables"
+
+    def __init__(self, extended: MultiWorkerMirroredExtended) -> None:
+        self._extended = extended
+
+    def _variable(self) -> tf.Variable:
+        return self._extended.step_variable(self._NAME)
+
+    def note_pushed(self, answers: list[tf.Tensor]) -> None:
+        """Notes that servers have answered to what this replica has pushed."""
+        with tf.control_dependencies(answers):
+            self._variable().assign(0.0, read_value=False)
+
+    def token(self) -> tf.Tensor:
+        """Scalar to sum over replicas, available once this replica's pushes are done."""
+        return self._variable().read_value()
+
+    def release(self, total: tf.Tensor) -> None:
+        """Notes that all replicas have arrived: `total` is the sum."""
+        self._variable().assign(total * 0.0, read_value=False)
+
+    def passed(self) -> tf.Tensor:
+        """A tensor that is there once what was before the last `release` is done."""
+        return self._variable().read_value()
+
+    def wait(self) -> tf.Tensor:
+        """Waits in the middle of a step for all replicas; returns a control tensor."""
+        self.release(self._extended.sum_over_replicas([self.token()])[0])
+        return self.passed()
+
+
+# Rows of tables that were read ahead for the next batch's lookups.
+
+
 _LONG = tf.int64
+
+
+class RowsAhead:
+    """Rows that this process's replicas have read ahead, by lookup.
+
+    Attributes:
+        states: `ReplicaStates` of all of them, which a backup keeps.
+    """
+
+    def __init__(self) -> None:
+        self.states = ReplicaStates("/CPU:0")
+        self._buffers: dict[tuple[int, int, int], tuple[tf.Variable, tf.Variable]] = {}
+        self._hold: dict[tuple[int, int], tf.Variable] = {}
+
+    def buffer(self, table: Table, number: int) -> tuple[tf.Variable, tf.Variable]:
+        """Ids and rows that this replica has read ahead for a numbered lookup."""
+        key = table.key, number, current_replica()
+        if key not in self._buffers:
+            name = "/".join(map(str, key))
+            self._buffers[key] = (
+                self.states.variable(f"{name}/ids", [None], _LONG),
+                self.states.variable(f"{name}/rows", [None, table.dim], tf.float32),
+            )
+        return self._buffers[key]
+
+    def hold(self, table: Table) -> tf.Variable:
+        """An int64, 1 until this replica pushes to a table after reading ahead."""
+        key = table.key, current_replica()
+        if key not in self._hold:
+            name = "/".join(map(str, key))
+            self._hold[key] = self.states.variable(f"{name}/is_ahead", [], _LONG)
+        return self._hold[key]
+
+    def forget(self) -> None:
+        """Has rows that were read ahead be read again."""
+        for variable in self._hold.values():
+            variable.assign(0)
+
+
+def current_replica() -> int:
+    """Number of the replica whose context this is; 0 outside of a step."""
+    context = distribute_lib.get_replica_context()
+    return 0 if context is None else context._replica_id
+
+
 _local = threading.local()
 
 

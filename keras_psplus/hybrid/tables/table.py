@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.files.shard_files import rows_of
-from keras_psplus.hybrid.rows.row_codec import MESSAGE_BYTES, RowCodec
-from keras_psplus.hybrid.rpc import names
+from keras_psplus.files.tables import rows_of
+from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
+from keras_psplus.hybrid.rpc import calls
 from keras_psplus.hybrid.rpc.calls import RpcClient
 from keras_psplus.hybrid.rpc.servers import Servers
 
@@ -63,7 +63,7 @@ class Table:
 
     def method(self, what: str) -> str:
         """The name of a method of this table."""
-        return names.method(self.key, what)
+        return calls.method(self.key, what)
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer) -> int:
         """The number of one more slot of an optimizer."""

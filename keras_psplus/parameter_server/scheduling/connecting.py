@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from keras_psplus.cluster.monitor import connections, stalls
-from keras_psplus.core.jobs import job_failure
+from keras_psplus.cluster.monitor import stalls, step_times
+from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
@@ -121,5 +121,5 @@ def _cut_off_silent_ones(workers: Mapping[int, str], is_done: threading.Event) -
                     "no answer from %s for %.0f s",
                     *(worker, workers[worker], waited),
                 )
-                job_failure.exit_now()
-            connections.cut(workers[worker])
+                failure.exit_now()
+            step_times.cut(workers[worker])

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.process.termination import SIGNAL
-from keras_psplus.cluster.serving.shutdown import ShutdownNotifier
-from keras_psplus.core.jobs import job_failure
+from keras_psplus.cluster.process.signals import SIGNAL
+from keras_psplus.cluster.serving.serve import ShutdownNotifier
+from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling import connecting
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
@@ -161,7 +161,7 @@ class Reconnection:
             if error is not None and is_worker_loss(error):
                 logger.warning(
                     "a worker was lost while TensorFlow connected to the workers: %s",
-                    job_failure.relevant_line(error),
+                    failure.relevant_line(error),
                 )
                 time.sleep(_RETRY_SECONDS)
                 continue

@@ -16,14 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.data.tickets import Ticket
-from keras_psplus.parameter_server.data.worker_data import WorkerIterator
-from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.closures import Closure, Run
+from keras_psplus.parameter_server.scheduling.clocks import Clocks, RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
-from keras_psplus.parameter_server.scheduling.workers import RemoteWorker, WorkerCalls
+from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue, Run
 from keras_psplus.parameter_server.tracing.losses import is_worker_loss
+from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
 
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0

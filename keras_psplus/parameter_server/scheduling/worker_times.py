@@ -12,12 +12,11 @@ import time
 
 from keras_psplus.cluster.config import task_name
 from keras_psplus.cluster.monitor import trace
-from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.monitor.stalls import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.trace import Span
-from keras_psplus.parameter_server.scheduling.closures import Run
-from keras_psplus.parameter_server.tracing.traffic import CallCosts
-from keras_psplus.parameter_server.tracing.transfer_timer import READ, SEND, Part
+from keras_psplus.parameter_server.scheduling.queue import Run
+from keras_psplus.parameter_server.tracing.traffic import READ, SEND, CallCosts, Part
 
 _CHIEF = task_name("chief", 0)
 

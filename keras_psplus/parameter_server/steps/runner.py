@@ -3,30 +3,112 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.log import logger, warn_once
-from keras_psplus.parameter_server import reports
+from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.data.tickets import Ticket
-from keras_psplus.parameter_server.data.worker_data import WorkerIterator
-from keras_psplus.parameter_server.scheduling.closures import Closure, Run
-from keras_psplus.parameter_server.steps.closure_totals import ClosureTotals, are_same
-from keras_psplus.parameter_server.steps.model_steps import next_batches, spec_of_tensors, weights
-from keras_psplus.parameter_server.steps.row_updates import RowClosure, RowUpdates
-from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
-from keras_psplus.parameter_server.steps.step_logs import ComputedLogs, changes_and_logs, results_of
-from keras_psplus.parameter_server.tracing.joined_batches import Batches, first_of
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable
+from keras_psplus.parameter_server.scheduling.clocks import WorkerCalls
+from keras_psplus.parameter_server.scheduling.queue import Closure, Run
+from keras_psplus.parameter_server.steps.logs import (
+    ClosureTotals,
+    ComputedLogs,
+    are_same,
+    changes_and_logs,
+    results_of,
+)
+from keras_psplus.parameter_server.steps.step_functions import (
+    StepFunctions,
+    TracedStep,
+    next_batches,
+    spec_of_tensors,
+    weights,
+)
+from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server.tracing.worker_function import Batches, ClosureVariable, first_of
+from keras_psplus.parameter_server.transport.dynamic_table import PlacedTable
+from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
+from keras_psplus.tables.local import outside
 from keras_psplus.tables.row_variable import is_keyed
+from keras_psplus.tables.rows.chunks import traced
+
+# Updates of dynamic tables by what workers' runs have left on the parameter servers.
+
+
+_numbers = itertools.count(1)
+
+
+class RowUpdates:
+    """Functions of the chief that update tables.
+
+    Args:
+        tables: Those that a step keeps gradients for.
+
+    Attributes:
+        has_rest: Whether a run was lost, of which something may be kept.
+    """
+
+    def __init__(self, tables: Sequence[PlacedTable]) -> None:
+        self._shards = [shard for table in tables for shard in table.shards]
+        self._take: Any = outside(lambda: traced(self._take_all, tf.TensorSpec([], tf.int64)))
+        self.has_rest = False
+
+    def _take_all(self, number: tf.Tensor) -> tf.Tensor:
+        for shard in self._shards:
+            shard.take(number)
+        return number
+
+    def take(self, number: int) -> None:
+        """Updates rows by what a run has left."""
+        with tf.device(remote.CHIEF):
+            remote.call(self._take, scalar_tensor(number, tf.int64))
+
+    def forget_rest(self) -> None:
+        """Forgets what lost runs have left, once no step is under way."""
+        if self.has_rest:
+            self.has_rest = False
+            for shard in self._shards:
+                shard.clear()
+
+
+class RowClosure(Closure):
+    """A step of one worker that also updates rows of dynamic tables."""
+
+    def __init__(
+        self,
+        updates: RowUpdates,
+        concrete: tf.types.experimental.ConcreteFunction,
+        args: tuple[Any, ...],
+        about: str,
+        on_done: Callable[..., object],
+    ) -> None:
+        super().__init__(concrete, args, about, on_done)
+        self._updates, self._number = updates, 0
+
+    def run_on(self, calls: WorkerCalls) -> Any:
+        # Another one each time that a worker is given it.
+        self._number = next(_numbers)
+        initial, *others = self._args
+        numbered = tf.constant(np.append(initial.numpy(), self._number))
+        try:
+            return calls.call(self._concrete, numbered, *others)
+        except BaseException:
+            self._updates.has_rest = True
+            raise
+
+    def commit(self) -> None:
+        self._updates.take(self._number)
+
 
 # The parts of a step that one worker takes.
 _WHOLE = np.ones(1)
@@ -146,8 +228,8 @@ class StepRunner:
         context = self._context
         if self._is_training and not self._is_reported and context.extended._num_ps > 1:
             due = context.extended.placement.weights
-            logger.info("%s", reports.report(context.server_addresses(), due, self._model))
-            reports.warn_of_whole_tensors(self._model)
+            logger.info("%s", modes.report(context.server_addresses(), due, self._model))
+            modes.warn_of_whole_tensors(self._model)
         self._is_reported = True
 
     def begin_training(self) -> None:

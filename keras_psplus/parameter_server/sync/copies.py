@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.state.worker_variables import WorkerVariable
+from keras_psplus.parameter_server.state import WorkerVariable
 from keras_psplus.parameter_server.tracing.traffic import CountedFunction, counted
 from keras_psplus.parameter_server.transport import reads
 from keras_psplus.parameter_server.transport.pulls import Pulls, WholeRead

@@ -28,7 +28,7 @@ import tensorflow as tf
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.steps.closure_totals import are_same
+from keras_psplus.parameter_server.steps.logs import are_same
 from keras_psplus.parameter_server.steps.step_functions import TracedStep
 from keras_psplus.parameter_server.sync.copies import Undo, WorkerCopies
 from keras_psplus.parameter_server.tracing.traffic import CountedFunction

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.batch.replica_step import ReplicaStep
-from keras_psplus.core.graph import local_traces, stand_ins
+from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.engine import Engine
 from keras_psplus.parameter_server.transport.reads import parts_of
@@ -90,7 +90,7 @@ class WorkerReplicaStep(ReplicaStep):
         )
 
     def _is_by_row(self, graph: tf.Graph) -> bool:
-        return local_traces.is_without_collectives(graph, self._graph)
+        return stand_ins.is_without_collectives(graph, self._graph)
 
     def _check_unused(
         self,

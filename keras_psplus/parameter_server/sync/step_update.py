@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from keras_psplus.core.jobs import background
+from keras_psplus.core.base import threads
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.sync.overlap import SyncFunction
 from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
-from keras_psplus.parameter_server.tracing.local_copies import writes
 from keras_psplus.parameter_server.tracing.losses import is_of_worker
 from keras_psplus.parameter_server.tracing.remote import call, on_worker
 from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+from keras_psplus.parameter_server.tracing.worker_function import writes
 
 _LOOK_FOR_LOSSES_SECONDS = 0.5
 # Of workers whose step is given up; what they read is read again.
@@ -58,9 +58,9 @@ class StepUpdate:
             # Nothing else happens meanwhile.
             self._run(scale)
             return
-        self._update = background.start(lambda: self._run(scale), "Update")
+        self._update = threads.start(lambda: self._run(scale), "Update")
         self._fetches = {
-            worker: background.start(functools.partial(self._fetch, worker), "Fetch")
+            worker: threads.start(functools.partial(self._fetch, worker), "Fetch")
             for worker in self.readers
         }
 

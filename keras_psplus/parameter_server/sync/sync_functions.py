@@ -14,15 +14,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import unwrapped
-from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.base.optimizers import scalar_tensor, unwrapped
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.steps.step_functions import StepFunctions, TracedStep
 from keras_psplus.parameter_server.sync.overlap import HandedOver, OverlapPlanner, SyncFunction
 from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.tracing import local_copies, remote, traffic
+from keras_psplus.parameter_server.tracing import remote, traffic, worker_function
 from keras_psplus.parameter_server.tracing.worker_function import Trace
 from keras_psplus.parameter_server.transport import aggregation
 from keras_psplus.parameter_server.transport.sharded import ShardParts
@@ -151,7 +150,7 @@ class SyncFunctions:
             gradients = aggregation.take(sums, stamp, count, scale)
             if _needs_whole(optimizer):
                 gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
-            with local_copies.applying_sums_flag.raised():
+            with worker_function.applying_sums_flag.raised():
                 if variables:
                     optimizer.apply(gradients, variables)
                 else:

@@ -18,20 +18,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.base.scalars import scalar_tensor
+from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.core.batch import batches as core_batches
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.data.tickets import Ticket
-from keras_psplus.parameter_server.scheduling.closures import Closure, Run
-from keras_psplus.parameter_server.scheduling.workers import WorkerCalls
+from keras_psplus.parameter_server.scheduling.clocks import WorkerCalls
+from keras_psplus.parameter_server.scheduling.queue import Closure, Run
+from keras_psplus.parameter_server.steps.logs import changes_and_logs
 from keras_psplus.parameter_server.steps.runner import StepRunner, describe
-from keras_psplus.parameter_server.steps.step_logs import changes_and_logs
 from keras_psplus.parameter_server.sync.overlap import SyncFunction
 from keras_psplus.parameter_server.sync.step_attempts import Attempt
 from keras_psplus.parameter_server.sync.step_update import StepUpdate, StepUpdates
 from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
 from keras_psplus.parameter_server.tracing.remote import to_chief
+from keras_psplus.parameter_server.worker_data import Ticket
 
 # The functions for a share, and what they are given of it.
 _Call: TypeAlias = tuple[SyncFunction, Any]

@@ -8,17 +8,92 @@ worker has nothing to restore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.base.metric_state import added
-from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
+from keras_psplus.core.graph.metrics import added
 from keras_psplus.tf_internals import context, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import types_core as core
+
+# Batches concatenated into one tensor of each kind, to send fewer messages.
+
+
+class JoinedBatches:
+    """Batches end to end; as long as there are batches.
+
+    Args:
+        whole: Structure of tensors, as of a batch, but of the rows of all batches.
+        rows: Int64 tensor: for each tensor of a batch, how many rows each batch has.
+    """
+
+    def __init__(self, whole: Any, rows: tf.Tensor) -> None:
+        self.whole, self.rows = whole, rows
+
+    def __len__(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """Tensors that are sent, or stay on a worker."""
+        return {"whole": self.whole, "rows": self.rows}
+
+
+Batches = Sequence[Any] | JoinedBatches
+
+
+def first_of(batches: Batches) -> Any:
+    """The first batch of a list; all rows of joined batches."""
+    return batches.whole if isinstance(batches, JoinedBatches) else batches[0]
+
+
+def can_be_joined(batches: Sequence[Any]) -> bool:
+    """Whether a list of batches is of several that fit end to end."""
+    if len(batches) == 1:
+        return False
+    forms = [[_row_form(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches]
+    return None not in forms[0] and all(form == forms[0] for form in forms)
+
+
+def _row_form(leaf: Any) -> tuple[tf.DType, list[int | None]] | None:
+    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
+    return (leaf.dtype, leaf.shape[1:].as_list()) if is_dense else None
+
+
+def join(batches: Sequence[Any]) -> JoinedBatches:
+    """Joins a list of batches that `can_be_joined`."""
+    rows = np.transpose([[len(leaf) for leaf in tf.nest.flatten(batch)] for batch in batches])
+    whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+    return JoinedBatches(whole, tf.constant(rows, tf.int64))
+
+
+def spec_of(batches: JoinedBatches, batch_spec: Any) -> dict[str, Any]:
+    """Type specification of the payload of joined batches."""
+    return {
+        "whole": tf.nest.map_structure(
+            lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch_spec
+        ),
+        "rows": tf.TensorSpec(batches.rows.shape, tf.int64),
+    }
+
+
+def separate(payload: Any, batch_spec: Any) -> list[Any]:
+    """The list of batches of a `JoinedBatches.payload`, or of a list of batches."""
+    if not isinstance(payload, dict):
+        return payload
+    parts = []
+    for i, (leaf, spec) in enumerate(
+        zip(tf.nest.flatten(payload["whole"]), tf.nest.flatten(batch_spec))
+    ):
+        pieces = tf.split(leaf, payload["rows"][i], num=payload["rows"].shape[1])
+        parts.append([tf.ensure_shape(piece, spec.shape) for piece in pieces])
+    return [tf.nest.pack_sequence_as(payload["whole"], batch) for batch in zip(*parts)]
+
 
 _READS = ("ReadVariableOp", "VariableShape")
 NOTHING_KEPT = -1
@@ -207,3 +282,114 @@ def unpack(variables: Sequence[ClosureVariable], packed: np.ndarray) -> None:
         value = packed[first : first + size].reshape(variable.shape.as_list())
         variable._chief_variable.assign(value.astype(variable.dtype.as_numpy_dtype))
         first += size
+
+
+# Locks between concurrent steps of one worker.
+#
+# Two steps of one worker that read the variables at once would each take twice as long, and then
+# both compute, and both send: nothing would be gained. With a lock, the reads of the next step
+# overlap with this step's gradients, and the worker's link is used in both directions.
+
+
+class ReadLock:
+    """Lock that a worker function holds while it reads its first values.
+
+    Created while the function is traced. A step that fails releases the lock.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._graph = ops.get_default_graph()
+        self._lock: tf.Tensor | None = None
+        self._starts: dict[str, tf.Operation] = {}
+        self._is_over = False
+
+    def start_on(self, device: str, graph: tf.Graph) -> list[tf.Operation]:
+        """Operations on a server that reads must wait for; none in branches."""
+        if self._is_over or graph is not self._graph:
+            return []
+        if self._lock is None:
+            self._lock = _acquire(f"{self.name}/reads")
+        if device not in self._starts:
+            # One message to each server instead of one for each variable.
+            with ops.device(device), ops.control_dependencies([self._lock.op]):
+                self._starts[device] = tf.no_op()
+        return [self._starts[device]]
+
+    def end(self, arrival: tf.Operation) -> None:
+        """Releases the lock after an operation; later reads need none."""
+        if self._lock is not None and not self._is_over:
+            with self._graph.as_default(), ops.control_dependencies([arrival]), ops.device(None):
+                tf.raw_ops.ConsumeMutexLock(mutex_lock=self._lock)
+        self._is_over = True
+
+
+@contextlib.contextmanager
+def writing_states(turn: ReadLock | None, after: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Context that locks a worker's states, if it runs steps together.
+
+    One of the tensors `after` has to be there before the lock is taken.
+    """
+    after = [tensor for tensor in after if tensor is not None]
+    if turn is None or not after:
+        yield
+        return
+    graph = ops.get_default_graph()
+    with ops.control_dependencies(None), ops.control_dependencies([after[-1].op]):
+        lock = _acquire(f"{turn.name}/states")
+    count = len(graph.get_operations())
+    with ops.control_dependencies([lock.op]):
+        yield
+    made = graph.get_operations()[count:]
+    writes = [op for op in made if op.type == "AssignVariableOp" and "/job:ps" not in op.device]
+    with ops.control_dependencies(writes), ops.device(None):
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+def _acquire(name: str) -> tf.Tensor:
+    with ops.device(None):
+        mutex = tf.raw_ops.MutexV2(shared_name=name)
+        return tf.raw_ops.MutexLock(mutex=mutex)
+
+
+# Workers' copies of variables: those in use, and writes that make them old.
+#
+# Inside a context of `handles` a variable's handle is that of the worker's copy: reads, the tape
+# and optimizers' updates use the copy, and nothing is sent to the server. Copies that overlapping
+# steps read are as old as the last step: they do not include values that a callback, a checkpoint
+# or the script assigns between steps.
+
+
+# Dict from ids of variables to handles, of a step that a worker takes alone.
+handles: ThreadValue[Mapping[int, tf.Tensor]] = ThreadValue()
+# Raised by a thread while an optimizer is given the sums of a global step.
+applying_sums_flag = ThreadFlag()
+
+
+def handle_of(variable: tf.Variable) -> tf.Tensor | None:
+    """The handle of the worker's copy of a variable, or None."""
+    return (handles() or {}).get(id(variable))
+
+
+class ChiefWrites:
+    """Counts writes of this process.
+
+    Attributes:
+        count: Grows with each that is made eagerly, and with each update.
+        are_traced: Whether a function of the script writes, which may be called at any time.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.are_traced = 0, False
+
+    def note(self) -> None:
+        """Notes that a variable is assigned to, eagerly or in a traced function."""
+        if applying_sums_flag:
+            return
+        if tf.executing_eagerly():
+            self.count += 1
+        else:
+            self.are_traced = True
+
+
+writes = ChiefWrites()

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.core.base.thread_value import ThreadFlag, ThreadValue
+from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import record_read
-from keras_psplus.parameter_server.tracing import local_copies, traffic
-from keras_psplus.parameter_server.tracing.local_copies import writes
-from keras_psplus.parameter_server.tracing.transfer import SMALL_BYTES
-from keras_psplus.parameter_server.tracing.turns import ReadLock
+from keras_psplus.parameter_server.tracing import traffic, worker_function
+from keras_psplus.parameter_server.tracing.remote import SMALL_BYTES
+from keras_psplus.parameter_server.tracing.worker_function import ReadLock, writes
 from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.compressors import Compressors
+from keras_psplus.parameter_server.transport.reads import Compressors
 from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
@@ -106,7 +105,7 @@ class Pulls:
         """The compressor that a variable is read through here, or None."""
         if self._compressors is None or exact_reads_flag:
             return None
-        if local_copies.handle_of(reads.parts_of(variable)[0]) is not None:
+        if worker_function.handle_of(reads.parts_of(variable)[0]) is not None:
             return None
         return self._compressors.of_value(variable)
 
@@ -162,7 +161,7 @@ class Pulls:
 
     def _in_turn(self, part: tf.Variable, home: tf.Graph) -> contextlib.AbstractContextManager[Any]:
         """Context of reading on a server."""
-        if self.turn is None or local_copies.handle_of(part) is not None:
+        if self.turn is None or worker_function.handle_of(part) is not None:
             return contextlib.nullcontext()
         return ops.control_dependencies(self.turn.start_on(part.device, home))
 
@@ -211,7 +210,7 @@ class PulledVariable(resource_variable_ops.ResourceVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        copy = local_copies.handle_of(self)
+        copy = worker_function.handle_of(self)
         return self._handle if copy is None else copy
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:

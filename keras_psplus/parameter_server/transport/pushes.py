@@ -17,12 +17,11 @@ import tensorflow as tf
 from keras_psplus.compression import Compressor
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.parameter_server.state.worker_state import WorkerStates
-from keras_psplus.parameter_server.state.worker_variables import read_state
-from keras_psplus.parameter_server.tracing import traffic, transfer
-from keras_psplus.parameter_server.tracing.turns import writing_states
-from keras_psplus.parameter_server.transport.compressors import Compressors, path_of
+from keras_psplus.parameter_server.state import WorkerStates, read_state
+from keras_psplus.parameter_server.tracing import remote, traffic
+from keras_psplus.parameter_server.tracing.worker_function import writing_states
 from keras_psplus.parameter_server.transport.pulls import current_pulls
+from keras_psplus.parameter_server.transport.reads import Compressors, path_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 
@@ -126,7 +125,7 @@ class Pushes:
         pieces = [piece for _, _, parts in pushes for piece in parts or ()]
         tensors = [tensor for piece in pieces for tensor in piece.sent]
         devices = [piece.device for piece in pieces for _ in piece.sent]
-        send = transfer.send_in_turn if in_turn else transfer.send_coalesced
+        send = remote.send_in_turn if in_turn else remote.send_coalesced
         arrived = iter(send(tensors, devices))
         pairs: list[tuple[Any, tf.Variable]] = []
         for variable, key, parts in pushes:

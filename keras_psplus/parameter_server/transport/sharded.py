@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.core.base.thread_value import ThreadValue
+from keras_psplus.core.base.threads import ThreadValue
 from keras_psplus.parameter_server.transport import pulls, reads
 from keras_psplus.tf_internals.composite_variable import WrittenVariable
 

@@ -22,7 +22,7 @@ from keras_psplus.keras_internals.keras_parts import (
     tree,
 )
 from keras_psplus.pipeline.base.gradients import differentiable
-from keras_psplus.pipeline.graph.call_order import READS
+from keras_psplus.pipeline.graph.devices import READS
 
 _CALL_CONTEXT = "current_call_ctx"
 # What may be done twice, of operations with a state, beside reads.

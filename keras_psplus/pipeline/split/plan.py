@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus import text_table
-from keras_psplus.pipeline.base import timeline
+from keras_psplus.pipeline.base import schedule as timeline
 from keras_psplus.pipeline.base.schedule import ONE_F_ONE_B, PIPEDREAM, Actions
 from keras_psplus.pipeline.split import memory
 from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.measure import Times
 from keras_psplus.pipeline.split.memory import Memory
-from keras_psplus.pipeline.split.timing import Times
 
 # The backward pass computes gradients by inputs and by weights.
 _PASSES = 3

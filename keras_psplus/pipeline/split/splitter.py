@@ -10,15 +10,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.plan import plan_request
+from keras_psplus.core import plan as plan_request
 from keras_psplus.engine import Engine
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, unpack_x_y_sample_weight
 from keras_psplus.log import logger
-from keras_psplus.pipeline.base import rows, schedule
+from keras_psplus.pipeline.base import microbatches, schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.split import costs, measure, memory, partition, plan
 from keras_psplus.pipeline.split.costs import LayerCost
-from keras_psplus.pipeline.split.timing import Times
+from keras_psplus.pipeline.split.measure import Times
 from keras_psplus.pipeline.split.variables import Variables
 from keras_psplus.pipeline.step import train_step
 
@@ -95,7 +95,7 @@ class Splitter:
             known = next((number for number in placed if number is not None), None)
             if known is not None:
                 self._stages.put(cost.layer, known)
-        split = self._split(strategy, model, batch_rows or rows.rows_of_spec(x))
+        split = self._split(strategy, model, batch_rows or microbatches.rows_of_spec(x))
         times = self._measured(found, split)
         are_milliseconds = times is not None
         times = times or measure.counted(found)

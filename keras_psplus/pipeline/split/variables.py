@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.pipeline.base.stages import Stages, is_in_layer
 from keras_psplus.pipeline.extended import making_on
-from keras_psplus.pipeline.replicas.copies import Copies
+from keras_psplus.pipeline.replicas import Copies
 
 
 class Variables:

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.graph import compiled_calls, model_segments
+from keras_psplus.core.graph import compiled_calls, subgraph
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import global_state
@@ -75,9 +75,9 @@ def run_graph(
             return None
         if not calls.is_compiled(operation):
             return None
-        return model_segments.INHERITED if stage is None else stage
+        return subgraph.INHERITED if stage is None else stage
 
-    def run_one(segment: model_segments.Segment, found: dict[int, Any]) -> bool:
+    def run_one(segment: subgraph.Segment, found: dict[int, Any]) -> bool:
         plain = functools.partial(compiled_calls.run_segment, segment, run)
         if segment.kind is None or not compiled_calls.have_weights(segment.operations):
             segment.run(found, plain)

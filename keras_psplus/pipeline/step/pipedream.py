@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base import threads
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.core.jobs import background
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.extended import making_on
-from keras_psplus.pipeline.graph import call_order, devices
+from keras_psplus.pipeline.graph import devices
 from keras_psplus.pipeline.step import train_step
-from keras_psplus.pipeline.step.feed import Feed, is_ahead
-from keras_psplus.pipeline.step.step_function import Functions
+from keras_psplus.pipeline.step.step_function import Feed, Functions, is_ahead
 from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class _Gradients(Functions):
     ) -> None:
         super().__init__(engine, context, function, order, compiles=compiles)
         self.update: Update | None = None
-        self.tokens = call_order.Tokens()
+        self.tokens = devices.Tokens()
 
     def _run_in_step(self, step: PipelineStep, batch: Any) -> tuple[Any, list[Any]]:
         step.updates = []
@@ -128,14 +127,14 @@ class _Gradients(Functions):
     def _end_trace(self, graph: tf.Graph) -> None:
         variables = self.update.variables if self.update else ()
         weights = {id(v._value.handle): v.path for v in variables}
-        changed = call_order.changed(graph, weights)
+        changed = devices.changed(graph, weights)
         if changed:
             raise ValueError(
                 'With `schedule="pipedream"`, trainable weights are changed by their optimizer '
                 'alone. Pass `schedule="gpipe"` to the strategy. Received: a train step that '
                 f"assigns {', '.join(weights[one] for one in changed)}"
             )
-        self.tokens.chain(call_order.state_operations(graph, weights))
+        self.tokens.chain(devices.state_operations(graph, weights))
         devices.keep_results_where_they_are(graph)
 
 
@@ -224,7 +223,7 @@ class PipeDreamFunction:
         leaves = tf.nest.flatten(batch, expand_composites=True)
         tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
         # There is no public way to call a graph with other variables than it was traced with.
-        call = background.start(
+        call = threads.start(
             functools.partial(function._call_flat, tensors, captured), "pipeline step"
         )
         self._under_way.append((turn, call))

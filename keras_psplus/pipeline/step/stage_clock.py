@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.core.batch.clock import time_after
+from keras_psplus.core.batch.replica_step import time_after
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.pipeline.base.busy import Action, Span
+from keras_psplus.pipeline.base.schedule import Action, Span
 from keras_psplus.pipeline.base.stages import host_of
 from keras_psplus.tf_internals import framework_ops as ops
 

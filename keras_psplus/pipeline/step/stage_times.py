@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
 from keras_psplus.cluster.monitor import trace
-from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.monitor.stalls import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.trace import Span
-from keras_psplus.pipeline.base import busy
+from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.step.stage_clock import StageClock
 
@@ -107,13 +107,13 @@ class StageTimes:
         spans, count = self._clocks[int(number)].spans(read), len(self._stages.devices)
         with self._lock:
             for first in range(0, len(spans), count):
-                stages = busy.intervals(spans[first : first + count])
+                stages = schedule.intervals(spans[first : first + count])
                 self._record(first, stages)
-                for worker, (work, link) in enumerate(busy.work_and_links(stages), first):
+                for worker, (work, link) in enumerate(schedule.work_and_links(stages), first):
                     steps, *before = self._of_workers.get(worker, (0, 0.0, 0.0))
                     self._of_workers[worker] = steps + 1, before[0] + work, before[1] + link
 
-    def _record(self, first: int, stages: list[list[busy.Interval]]) -> None:
+    def _record(self, first: int, stages: list[list[schedule.Interval]]) -> None:
         """Adds what the stages of a pipeline have done in a step to the trace."""
         names = [task_name("worker", first + stage) for stage in range(len(stages))]
         if self._recorder is None or not self._recorder.wants(names[0]):
@@ -122,9 +122,9 @@ class StageTimes:
             self._recorder.add(name, [_traced(one) for one in own])
 
 
-def _traced(one: busy.Interval) -> Span:
+def _traced(one: schedule.Interval) -> Span:
     """A span of the trace, of which work has the name of its action."""
     direction, microbatch = one.action
     work = f"{direction} {microbatch}"
-    name = {busy.WORK: work, busy.LINK: trace.RECEIVE, busy.WAIT: trace.WAIT}[one.kind]
+    name = {schedule.WORK: work, schedule.LINK: trace.RECEIVE, schedule.WAIT: trace.WAIT}[one.kind]
     return Span(name, one.began, one.ended)

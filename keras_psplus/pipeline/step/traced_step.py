@@ -17,11 +17,10 @@ from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline.base import gradients, microbatches, schedule
 from keras_psplus.pipeline.base.gradients import JoinedCalls
-from keras_psplus.pipeline.graph import boundary, weight_gradients
+from keras_psplus.pipeline.graph import boundary
+from keras_psplus.pipeline.graph.boundary import BackwardOperations
 from keras_psplus.pipeline.graph.recompute import StageReplay
-from keras_psplus.pipeline.graph.weight_gradients import BackwardOperations
-from keras_psplus.pipeline.replicas.copies import Copied
-from keras_psplus.pipeline.replicas.pipeline_sums import PipelineSums
+from keras_psplus.pipeline.replicas import Copied, PipelineSums
 from keras_psplus.pipeline.step import compiled_stages
 from keras_psplus.pipeline.step.stage_clock import StageClock
 from keras_psplus.pipeline.step.turns import Microbatch, StageAction
@@ -166,7 +165,7 @@ class PipelineStep(ReplicaStep):
         has under GPipe: it would do the first part of all of them before any second one.
         """
         if self._order is not None:
-            weight_gradients.delay(self._backward.values())
+            boundary.delay(self._backward.values())
         self._backward.clear()
 
     def note_changed(self, copied: Copied) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.replicas.copies import Reads
+from keras_psplus.pipeline.replicas import Reads
 from keras_psplus.pipeline.step.stage_clock import Segment, StageClock
 
 

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.reduction import row_routes
+from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.topology import shards
-from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.batch.traffic import TrafficVariables
+from keras_psplus.core.batch.replica_step import TrafficVariables, current_step
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
@@ -42,10 +41,10 @@ from keras_psplus.tf_internals import (
     record,
     resource_variable_ops,
 )
-from keras_psplus.updates.values import numbers_of
+from keras_psplus.updates.base import numbers_of
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.topology.part_routes import Route
+    from keras_psplus.all_reduce.topology.shards import Route
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import WeightShare
 
@@ -320,7 +319,7 @@ class Units:
         # At any step alike: backward computes with what forward has computed with.
         wide, step = tf.cast(row, tf.float32), tf.zeros([], tf.int64)
         hop = self._route.launcher, 0, self._route.size
-        rows, _, _ = row_routes.gather_row(*hop, compressor, wide, (), step)
+        rows, _, _ = routes.gather_row(*hop, compressor, wide, (), step)
         return self._route.gather_within(tf.cast(rows, row.dtype))
 
 

@@ -9,12 +9,21 @@ at another number of keys: they never grow together.
     full at    0.90     0.90   0.89   0.88   ...    0.45  of its buckets
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
-from keras_psplus.tables.rows.graphs import places_of, traced_once
+from keras_psplus.tables.rows import chunks
+from keras_psplus.tables.rows.chunks import (
+    MOST_ROWS,
+    ChunkedRows,
+    FrozenRows,
+    places_of,
+    traced_once,
+)
 
 PARTS = 64
 _FEW = 1 << 18
@@ -236,3 +245,215 @@ def _most_removed(keys: tf.Tensor) -> tf.Tensor:
     full = tf.cast(buckets, tf.float64) * tf.constant(_FULLEST, tf.float64)[:, tf.newaxis]
     doubled = tf.cast(tf.cast(keys, tf.float64)[:, tf.newaxis] > full, _INT)
     return (tf.gather(buckets, tf.reduce_sum(doubled, 1)) - keys) // 2
+
+
+# Keys that have lost their rows, for those who follow a table.
+
+
+# So that a message has them all.
+_MOST = 1 << 18
+# Those who read it.
+PUBLISHING, BACKUPS = range(2)
+
+
+class RemovalLog:
+    """The last keys that were removed, each with the update in which it was.
+
+    A reader that has followed the log to an update gets what came after it; what all readers have
+    followed is forgotten. Once it is full, or the rows were set otherwise than by updates, it
+    begins again, with another number of its generation: a reader that has followed the one before
+    has to read the whole table.
+
+    Attributes:
+        generation: int64 variable.
+    """
+
+    def __init__(self) -> None:
+        self._most = min(_MOST, chunks.MOST_ROWS)
+        self._removed = ChunkedRows(2, _LONG, self._most)
+        with tf.init_scope():
+            self._count = tf.Variable(0, dtype=_INT, trainable=False)
+            self._floor = tf.Variable(0, dtype=_LONG, trainable=False)
+            # Up to which update each reader has it; the largest number of one that does not read.
+            self._read = tf.Variable([_LONG.max] * 2, dtype=_LONG, trainable=False)
+            # Another one in a process that is started again.
+            first = int.from_bytes(os.urandom(6), "big")
+            self.generation = tf.Variable(first, dtype=_LONG, trainable=False)
+
+    def note(self, keys: tf.Tensor, update: tf.Tensor) -> tf.Tensor:
+        """Adds keys that an update removes; returns a tensor to wait for."""
+        count, size = self._count.read_value(), tf.size(keys)
+
+        def add() -> tf.Tensor:
+            self._removed.allocate(count + size)
+            updates = tf.fill([size], tf.cast(update, _LONG))
+            rows = tf.range(count, count + size)
+            with tf.control_dependencies([self._removed.write(rows, tf.stack([keys, updates], 1))]):
+                return self._count.assign_add(size, read_value=True)
+
+        return tf.cond(count + size <= self._most, add, self.begin)
+
+    def begin(self) -> tf.Tensor:
+        """Begins another generation; returns a tensor to wait for."""
+        with tf.control_dependencies([self.generation.assign_add(1, read_value=True)]):
+            self._floor.assign(0, read_value=False)
+            self._read.assign([_LONG.max] * 2, read_value=False)
+            return self._count.assign(0, read_value=True)
+
+    def since(
+        self, reader: int, generation: tf.Tensor, update: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Keys that were removed after an update, up to which a reader has all.
+
+        Args:
+            reader: `PUBLISHING` or `BACKUPS`.
+            generation: That of the log when the reader read it.
+            update: The last one at that time.
+
+        Returns:
+            Whether the log has all since then, and the int64 keys.
+        """
+        removed = self._removed.sparse_read(tf.range(self._count.read_value()))
+        floor, same = self._floor.read_value(), tf.equal(generation, self.generation.read_value())
+        is_known = tf.logical_and(same, update >= floor)
+        read = tf.tensor_scatter_nd_update(
+            self._read.read_value(), [[reader]], [tf.where(is_known, update, floor)]
+        )
+        floor = tf.reduce_min(read)
+        kept = tf.gather(removed, places_of(removed[:, 1] > floor))
+        with tf.control_dependencies([self._removed.write(tf.range(tf.shape(kept)[0]), kept)]):
+            self._count.assign(tf.shape(kept)[0], read_value=False)
+            self._floor.assign(floor, read_value=False)
+            self._read.assign(read, read_value=False)
+        after = places_of(tf.logical_and(is_known, kept[:, 1] > update))
+        return is_known, tf.gather(kept[:, 0], after)
+
+
+# Keys and the numbers of their rows, which are used again.
+#
+# column    key      meta: frequency, last use, its time in seconds
+# row 0     17             5         812       1795702463
+# row 1     FREE                                            (on the stack of free rows)
+
+
+FREQUENCY, LAST, SEEN = range(3)
+
+
+class KeyRows:
+    """Rows of keys, with each row's frequency and last use.
+
+    Args:
+        name: Name of the table, for messages.
+        update: Function that returns the number of the update that goes on.
+        *others: `ChunkedRows` that have as many rows.
+
+    Attributes:
+        others: As given.
+        log: The keys that were removed.
+        frozen: The rows as they were, while somebody reads them.
+    """
+
+    def __init__(self, name: str, update: Callable[[], tf.Tensor], *others: ChunkedRows) -> None:
+        self._name, self._update = name, update
+        self.index, self.log, self.frozen = KeyIndex(), RemovalLog(), FrozenRows(self)
+        self._keys, self._meta, self._free = (
+            ChunkedRows(columns, dtype) for columns, dtype in ((1, _LONG), (3, _INT), (1, _INT))
+        )
+        with tf.init_scope():
+            self.next, self._free_count = (
+                tf.Variable(0, dtype=_INT, trainable=False) for _ in range(2)
+            )
+        self.set_others(others)
+
+    def set_others(self, others: Iterable[ChunkedRows]) -> None:
+        """Sets the columns beside the keys."""
+        self.others = list(others)
+        rows = tf.TensorSpec([None], _INT)
+        self._remove_rows = traced_once(self._remove_unless_empty, rows)
+        self._keep_rows = traced_once(self.frozen.keep, rows)
+
+    def count(self) -> tf.Tensor:
+        """int32 scalar, how many rows have a key."""
+        return self.next.read_value() - self._free_count.read_value()
+
+    def keys(self, rows: tf.Tensor) -> tf.Tensor:
+        """int64 keys of rows; `FREE` of those that have none."""
+        return self._keys.sparse_read(rows)[:, 0]
+
+    def meta(self, rows: tf.Tensor) -> tf.Tensor:
+        """int32 matrix of frequencies, last uses and times of rows."""
+        return self._meta.sparse_read(rows)
+
+    def last(self, rows: tf.Tensor) -> tf.Tensor:
+        """int32 numbers of the updates that rows were last used in."""
+        return self.meta(rows)[:, LAST]
+
+    def note(self, rows: tf.Tensor, frequency: tf.Tensor, last: Any, seen: Any) -> None:
+        """Sets frequencies of rows, and one last use of all of them."""
+        size = tf.shape(rows)
+        self._meta.write(rows, tf.stack([frequency, tf.fill(size, last), tf.fill(size, seen)], 1))
+
+    def add(self, keys: tf.Tensor, meta: tf.Tensor) -> tf.Tensor:
+        """Gives rows to distinct keys that have none; returns the int32 row numbers."""
+        count, free = tf.size(keys), self._free_count.read_value()
+        reused = tf.minimum(count, free)
+        first, fresh = self.next.read_value(), count - reused
+        text = f"A server takes {MOST_ROWS} keys of '{self._name}'. Received: one more"
+        tf.debugging.assert_less_equal(first, MOST_ROWS - fresh, text)
+        taken = self._free.sparse_read(tf.range(free - reused, free))[:, 0]
+        rows = tf.concat([taken, tf.range(first, first + fresh)], 0)
+        self._free_count.assign_sub(reused, read_value=False)
+        end = self.next.assign_add(fresh, read_value=True)
+        for column in (self._keys, self._meta, *self.others):
+            column.allocate(end)
+        self.index.insert(hashes_of(keys), rows)
+        self._keys.write(rows, keys[:, tf.newaxis])
+        self._meta.write(rows, meta)
+        return rows
+
+    def remove(self, rows: tf.Tensor) -> None:
+        """Takes distinct rows from their keys."""
+        self._remove_rows(rows)
+
+    def keep(self, rows: tf.Tensor) -> None:
+        """Has `frozen` keep rows that are about to change; -1 is none."""
+        self._keep_rows(rows)
+
+    def remove_keys(self, keys: tf.Tensor) -> None:
+        """Takes the rows from those of some distinct keys that have one."""
+        rows = self.index.find(hashes_of(keys))
+        self.remove(tf.gather(rows, places_of(rows >= 0)))
+
+    def _remove_unless_empty(self, rows: tf.Tensor) -> None:
+        tf.cond(tf.size(rows) > 0, lambda: self._remove(rows), lambda: 0)
+
+    def _remove(self, rows: tf.Tensor) -> int:
+        keys = self.keys(rows)
+        self.log.note(keys, self._update())
+        self.index.remove(hashes_of(keys))
+        count, free = tf.size(rows), self._free_count.read_value()
+        self.keep(rows)
+        self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
+        self._free.allocate(free + count)
+        self._free.write(tf.range(free, free + count), rows[:, tf.newaxis])
+        self._free_count.assign_add(count, read_value=False)
+        return 0
+
+    def clear(self) -> None:
+        """Removes all."""
+        self.index.clear()
+        self.next.assign(0)
+        self._free_count.assign(0)
+
+    def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """int64 matrix of a range's keys, frequencies, last uses and times."""
+        return self.entries_of(tf.range(first, tf.minimum(first + count, self.next.read_value())))
+
+    def entries_of(self, rows: tf.Tensor) -> tf.Tensor:
+        """The same of a vector of row numbers."""
+        meta = tf.cast(self.meta(rows), _LONG)
+        return tf.concat([self.keys(rows)[:, tf.newaxis], meta], 1)
+
+    def add_entries(self, entries: tf.Tensor) -> tf.Tensor:
+        """Gives rows to keys as `entries` has returned them; returns the row numbers."""
+        return self.add(entries[:, 0], tf.cast(entries[:, 1:], _INT))

@@ -1,1 +1,0 @@
-"""Flags and output that several commands share."""

@@ -1,1 +1,0 @@
-"""The console and log files of tasks."""

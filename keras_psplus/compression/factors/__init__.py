@@ -1,1 +1,0 @@
-"""Compressors that send factors of matrices."""

@@ -1,1 +1,0 @@
-"""Measurement of a model for `keras-psplus plan`."""

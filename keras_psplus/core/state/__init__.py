@@ -1,1 +1,0 @@
-"""State of workers from step to step: names, files, and values that wait."""

@@ -1,1 +1,0 @@
-"""Rows of tables: their wire format, initial values and updates."""

@@ -1,1 +1,0 @@
-"""Datasets: read by the chief, or by each worker for itself."""

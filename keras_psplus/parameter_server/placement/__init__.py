@@ -1,1 +1,0 @@
-"""Placement of variables on the servers: which server holds which rows."""

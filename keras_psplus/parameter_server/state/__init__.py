@@ -1,1 +1,0 @@
-"""State of compressors and update rules that lives on workers."""

@@ -1,1 +1,0 @@
-"""Update rules on workers: sums of several steps, local SGD."""

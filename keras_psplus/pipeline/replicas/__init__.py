@@ -1,1 +1,0 @@
-"""Several copies of a pipeline: their weights and sums."""

@@ -1,1 +1,0 @@
-"""Transfers between stages and pipelines, and their compression."""

@@ -1,1 +1,0 @@
-"""Versions of tables in a folder, for processes that serve."""

@@ -1,1 +1,0 @@
-"""Calls of layers and losses on tensors of which each worker has a part."""
