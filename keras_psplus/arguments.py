@@ -34,7 +34,6 @@ def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> 
     """Returns an argument as it is.
 
     Args:
-        value: What was given.
         allowed: What it may be, for the message.
         holds: Function of a number that tells whether it may be this.
 
@@ -53,10 +52,6 @@ def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> 
 
 def seconds(name: str, value: Any, or_none: bool = False) -> Any:
     """Returns a number of seconds as it is.
-
-    Args:
-        value: What was given.
-        or_none: Whether it may be None.
 
     Raises:
         ValueError: If it is not positive, or more than timers can count.
@@ -97,7 +92,6 @@ def flag(name: str, value: Any, default: bool | None = None) -> bool:
     """Returns an option as a bool.
 
     Args:
-        value: What was given.
         default: What None stands for; without it, None is refused.
 
     Raises:

@@ -55,9 +55,6 @@ UPDATES_ALLOWED = '"accumulate:4", "local_sgd:8", "diloco:100" (or other numbers
 def parse(text: str, forms: Mapping[str, Form]) -> tuple[str, list[Any]] | None:
     """Splits a text into a name and what is after its colon.
 
-    Args:
-        forms: Dict from names to `Form`.
-
     Returns:
         The name and a list of nothing or one value; None if the text is not of these forms.
     """

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines whose columns stand below each other.
-
-    Args:
-        rows: The rows, each with as many cells.
-    """
+    """Rows of cells, as many in each, as lines whose columns stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows

@@ -84,9 +84,6 @@ def folded(error: BaseException) -> str:
 
     Args:
         error: The exception. One that has no other frames is shown with all of them.
-
-    Returns:
-        Text of several lines.
     """
     found = traceback.TracebackException.from_exception(error, compact=True)
     hidden = _fold(found, error)

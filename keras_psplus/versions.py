@@ -50,11 +50,9 @@ class Supported:
 
     @property
     def advice(self) -> str:
-        """A sentence for messages."""
         return f'Install a supported one: `pip install "{self.module}{self.specifier}"`.'
 
     def has(self, version: str) -> bool:
-        """Whether a version is in the range."""
         return self.first <= _major_minor(version) < self.after
 
 

@@ -47,8 +47,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     Attributes:
         control: The control plane between workers, or None if there is one worker.
-        bucket_bytes: Size in bytes of the buckets in which gradients are sent.
-        reducers: Reducer that sums gradients over all replicas.
         levels: The hops of a topology for each local replica; None for one ring.
         updating: Scheduler of optimizer steps; None if they are made at every step.
         worker_state: State that replicas keep from step to step.
@@ -147,7 +145,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     @property
     def world(self) -> batches.World:
-        """Position of this worker's replicas among all replicas."""
         local = len(self.worker_devices)
         return batches.World(self._id_in_cluster * local, local, self._num_replicas_in_sync)
 
@@ -171,7 +168,6 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return self.world.rank + distribute_lib.get_replica_context()._replica_id
 
     def device_in_context(self) -> str:
-        """Device of the replica whose context this is."""
         return self.worker_devices[distribute_lib.get_replica_context()._replica_id]
 
     def launcher(self, local_replica: int | None = None) -> Launcher:
@@ -231,14 +227,12 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         return variable
 
     def has_made(self, variable: Any) -> bool:
-        """Whether a variable is one of this strategy's."""
         return isinstance(variable, distributed_values.DistributedVariable)
 
     def creating(self, name: str, accumulates: bool) -> AbstractContextManager[Any]:
         """Context for creating a variable of a known name.
 
         Args:
-            name: Full path of the variable, for messages.
             accumulates: Whether replicas add to it what a `MirroredReplicaStep` then makes a
                 global total.
         """

@@ -31,9 +31,7 @@ class GradientReducer:
 
     Args:
         launchers: `operations.Launcher` of each local replica.
-        first_rank: Rank of the first local replica.
         hops: `hops.Hops`, the compressors with error feedback where it is wanted.
-        bucket_bytes: Size in bytes at which a bucket of gradients is sent.
         levels: `levels.Levels` of each local replica; None for one ring of all replicas.
     """
 
@@ -56,7 +54,6 @@ class GradientReducer:
 
     @property
     def compresses(self) -> bool:
-        """Whether there is a compressor."""
         return any(compressor is not None for compressor in self._hops)
 
     @functools.cached_property

@@ -69,11 +69,6 @@ def check_all(
 def check(shard: str | None, updates: Updates | None, engine: type) -> str | None:
     """Returns `shard`, if it is known and can be combined with the other arguments.
 
-    Args:
-        shard: The argument.
-        updates: The strategy's `updates`.
-        engine: The class of the strategy's engine.
-
     Raises:
         ValueError: If it is not, or cannot.
     """
@@ -187,12 +182,7 @@ def check_group(
 def check_topology(
     topology: Topology | str, shard: str | None, shard_group: int | None, hops: Hops
 ) -> None:
-    """Raises ValueError if parts of variables cannot go along a topology.
-
-    Args:
-        topology: What `group_topology.get` has returned.
-        hops: Compressors of the topology's hops.
-    """
+    """Raises ValueError if parts of variables cannot go along a topology."""
     if shard is None or topology == FLAT:
         return
     if shard_group is not None:

@@ -23,9 +23,6 @@ class StepReport(keras.callbacks.Callback):
     """Writes a summary of `fit`'s steps about once a second and after each epoch.
 
     `add` adds it to a list of callbacks where the launcher has asked for it.
-
-    Args:
-        report: The process's `TaskReport`.
     """
 
     # Keras then does not hold up the next step for it. Batches may end on several threads.

@@ -39,12 +39,6 @@ class Entry:
 def read(path: str | os.PathLike[str]) -> Entry:
     """Reads an entry.
 
-    Args:
-        path: Path of the file.
-
-    Returns:
-        An `Entry`.
-
     Raises:
         ValueError: If the file is not Python.
     """

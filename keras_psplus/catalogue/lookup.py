@@ -77,7 +77,6 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
     """Finds out why an entry does not take options.
 
     Args:
-        entry: `keras_psplus.catalogue.entries.Entry`.
         options: Dict with some of the keys of `OPTION_VARIABLES`.
 
     Returns:
@@ -151,7 +150,6 @@ def find(name_or_file: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def names() -> list[str]:
-    """Lists the catalogue's entries."""
     return sorted(
         {
             path.stem

@@ -33,10 +33,6 @@ class UsageError(Exception):
 def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
     """Parses the flags at the start of `argv`.
 
-    Args:
-        flag_values: An `absl.flags.FlagValues` with the command's flags.
-        argv: Arguments of the command.
-
     Returns:
         The arguments after the flags: the script and what belongs to it.
 
@@ -260,9 +256,6 @@ _MOST_TASKS = 1000
 def read_layout(options: flags.FlagValues) -> tuple[dict[str, Any], int | None]:
     """Reads the numbers of tasks.
 
-    Args:
-        options: The parsed flags.
-
     Returns:
         Dict of arguments of `plan_tasks`, and how many workers begin if others are to join and
         leave, else None.
@@ -432,8 +425,6 @@ def show_failure(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -
     """Writes how a job has ended to stderr, the first failure's cause last.
 
     Args:
-        result: The last attempt's `ClusterResult`.
-        log_dir: Folder of the tasks' logs.
         timeout: Seconds that the job had.
     """
     if result.exit_code == 0 and not result.terminated:

@@ -77,7 +77,6 @@ def around(values: dict[str, Any], label: str) -> str:
     """Returns the secret with the token, and the network policy.
 
     Args:
-        values: What the manifest is filled with.
         label: The label by which all pods of the job have its name.
     """
     return _filled(_AROUND, {**values, "label": label})
@@ -94,7 +93,6 @@ def spec_of_job(
     """Returns the specification of a Job with a pod for each task.
 
     Args:
-        values: What the manifest is filled with.
         tasks: Number of pods.
         failures: How many of them may fail until the Job has failed.
         of_pod: More lines for a pod's specification.

@@ -105,7 +105,6 @@ def ask(
     """Starts a script, and has its first call of `fit` answer.
 
     Args:
-        command: The script and its arguments.
         workers: Number of workers that are to share a batch.
         stages: Number of stages, for the plan of a pipeline; None for what is measured.
         microbatches: Number of micro-batches instead of the script's.

@@ -20,7 +20,6 @@ until the chief has ended. Exits with 0, or with 1 if the chief has died.
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns the exit code."""
     options = _flags()
     if command_flags.shows_help(_USAGE, options, argv):
         return 0

@@ -127,13 +127,7 @@ def task_name(task_type: str, task_index: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits `"host:port"` into host and port; IPv6 hosts are in brackets.
-
-    Args:
-        address: A string such as `"host:2222"` or `"[::1]:2222"`.
-
-    Returns:
-        Tuple `(host, port)`, the host without brackets.
+    """Splits `"host:2222"` or `"[::1]:2222"` into host, without brackets, and port.
 
     Raises:
         ValueError: If the address has not this form.

@@ -69,7 +69,6 @@ class LogFile:
                 )
 
     def close(self) -> None:
-        """Closes the file."""
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -69,7 +69,6 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
     takes no more memory of than it needs.
 
     Args:
-        gpus: Names of the GPUs.
         per_worker: Number of GPUs of each; by default as many as there are for each.
 
     Returns:
@@ -152,7 +151,6 @@ def plan_tasks(
     ```
 
     Args:
-        ps: Number of parameter servers.
         chief: Whether there is a chief beside the workers.
         hosts: Addresses for the tasks in order (chief, workers, ps), the port
             optional. Without it all tasks run on this machine, on free ports,
@@ -202,7 +200,6 @@ def plan_tasks(
 
 
 def available_cores() -> int:
-    """Returns how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -46,11 +46,7 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
     ```
 
     Args:
-        n: Number of ports.
         host: Local host name or address that the servers will use.
-
-    Returns:
-        A list of `n` port numbers.
 
     Raises:
         RuntimeError: If the machine has not enough free ports.
@@ -137,9 +133,6 @@ def _bind(
 
 def port_holder(port: int) -> str | None:
     """Names the process that listens on a local port, as far as Linux tells.
-
-    Args:
-        port: Port number.
 
     Returns:
         A text such as `"process 4711 (python train.py)"`, or `None`.

@@ -12,7 +12,6 @@ class Secret:
         self._key = hashlib.sha256(b"keras_psplus job token " + token.encode()).digest()
 
     def sign(self, *texts: str) -> bytes:
-        """The signature of texts, as bytes."""
         return hmac.digest(self._key, json.dumps(texts).encode(), "sha256")
 
     def key_words(self, *texts: str) -> list[int]:

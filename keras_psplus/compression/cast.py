@@ -67,15 +67,7 @@ class Cast(RowCompressor):
 
 
 def saturating_cast(tensor: tf.Tensor, dtype: DType) -> tf.Tensor:
-    """Casts such that finite numbers stay finite in float16, and others what they are.
-
-    Args:
-        tensor: Floating tensor.
-        dtype: Floating dtype.
-
-    Returns:
-        Tensor of this dtype.
-    """
+    """Casts floats such that finite numbers stay finite in float16, and others what they are."""
     if tensor.dtype == dtype or tf.as_dtype(dtype) != tf.float16:
         return tf.cast(tensor, dtype)
     limit = tf.constant(tf.float16.max, tensor.dtype)

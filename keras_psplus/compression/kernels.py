@@ -27,10 +27,6 @@ def encode(
     Args:
         tensor: Floating tensor of static shape.
         state: What `init` or the last step returned.
-        step: int64 scalar.
-
-    Returns:
-        The payload and the new state.
     """
     kernels = _kernels_for_elements(compressor)
     if kernels is None or tensor.dtype != tf.float32:
@@ -63,9 +59,7 @@ def encode_rows(
 
     Args:
         compressor: `Compressor`, perhaps in `ErrorFeedback`.
-        rows: Matrix.
         state: What `init` or the last step returned.
-        step: int64 scalar.
 
     Returns:
         The payload, and a function that returns the new state. It is given a function that returns

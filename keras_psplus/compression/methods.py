@@ -27,7 +27,6 @@ def missing(compressor: Compressor, *names: str) -> str | None:
 
     Args:
         compressor: `Compressor`; of an `ErrorFeedback`, the methods of its inner one count.
-        *names: Names of methods.
 
     Returns:
         The first of the names whose method is the base class's own, or None.

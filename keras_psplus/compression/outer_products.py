@@ -29,7 +29,6 @@ class OuterProduct(NamedTuple):
     right: tf.Tensor
 
     def whole(self) -> tf.Tensor:
-        """The matrix itself."""
         return tf.matmul(self.left, self.right, transpose_a=True)
 
 
@@ -60,7 +59,6 @@ class MatrixPlusOuterProduct:
         shape: Static shape `(rows, columns)` of both.
 
     Attributes:
-        shape: Static shape.
         dtype: `tf.float32`.
     """
 
@@ -103,7 +101,6 @@ class MatrixPlusOuterProduct:
         return tf.matmul(self._matrix, thin) + of_product
 
     def transposed_times(self, thin: tf.Tensor) -> tf.Tensor:
-        """Multiplies the transposed sum by a matrix of few columns."""
         of_product = tf.matmul(self._right, tf.matmul(self._left, thin), transpose_a=True)
         return transposed_times(self._matrix, thin) + of_product
 
@@ -124,6 +121,5 @@ class MatrixPlusOuterProduct:
 
 
 def transposed_times(matrix: tf.Tensor, thin: tf.Tensor) -> tf.Tensor:
-    """Multiplies a matrix, transposed, by one of few columns."""
     # A matrix product that transposes what is large takes five times as long on processors.
     return tf.transpose(tf.matmul(thin, matrix, transpose_a=True))

@@ -105,7 +105,6 @@ def index_bytes(count: int, size: int) -> int:
 
 
 def _further_segments(size: int) -> int:
-    """Number of segments after the first."""
     return max(0, -(-size // SEGMENT) - 1)
 
 
@@ -122,7 +121,6 @@ def find_largest(magnitudes: tf.Tensor, count: int, digit: int) -> tf.Tensor:
 
     Args:
         magnitudes: float32 vector of at least `count` numbers, none of which is negative or NaN.
-        count: How many are wanted.
         digit: As for `nth_largest`.
 
     Returns:
@@ -195,7 +193,6 @@ def top_k(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, ...]:
 
     Args:
         matrix: float32 tensor of shape `(rows, size)`. What is not finite counts as the largest.
-        count: Int, or a scalar tensor.
 
     Returns:
         float32 tensor of the elements and int32 tensor (on GPUs, int64) of their indices, ascending

@@ -49,8 +49,6 @@ def measure(
 
     Args:
         model: Model that the script was about to train.
-        args: Its other arguments.
-        kwargs: Its keyword arguments.
         workers: Number of workers, which share each batch.
 
     Returns:
@@ -253,9 +251,6 @@ def stand_in() -> tf.distribute.Strategy | None:
 
 def before_training(strategy: tf.distribute.Strategy | None, call: Call) -> None:
     """Answers a request, when a method that trains is called; returns if there is none.
-
-    Args:
-        call: The call of the model's method.
 
     Raises:
         ValueError: If a plan was asked for that this call has nothing for.

@@ -80,11 +80,7 @@ class StrategyEngine(Engine):
                 ended.release_folders()
 
     def resolve_auto_jit(self, model: keras.Model, jit_compile: bool | str) -> None:
-        """Decides what the default of `compile` means, as Keras leaves models of strategies alone.
-
-        Args:
-            jit_compile: The argument of `compile`.
-        """
+        """Decides what the default of `compile` means: Keras leaves models of strategies alone."""
         if jit_compile == "auto" and not model.run_eagerly:
             model.jit_compile = self.compiles_by_default and trainer.model_supports_jit(model)
 
@@ -241,7 +237,6 @@ class StrategyEngine(Engine):
         return None
 
     def save_now(self) -> None:
-        """Saves the state of `fit`."""
         for backup in self.progress.backups:
             backup._save_model()
         self.backup_writer.finish()

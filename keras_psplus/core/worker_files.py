@@ -43,11 +43,7 @@ _ENDING = ".npy"
 
 
 def write(path: str | os.PathLike[str], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes arrays one after the other, of which memory holds one at a time.
-
-    Args:
-        arrays: Pairs of names and arrays.
-    """
+    """Writes arrays one after the other, of which memory holds one at a time."""
     with tf.io.gfile.GFile(os.fspath(path), "wb") as file:
         stream: Any = _Stream(file)
         with zipfile.ZipFile(stream, "w") as archive:
@@ -87,8 +83,6 @@ _UNREACHABLE_SECONDS = 60.0
 
 
 class WorkerFiles:
-    """The files of a strategy's workers."""
-
     def __init__(self, strategy: tf.distribute.Strategy, state: WorkerState) -> None:
         self._strategy, self._state = strategy, state
         self._unreachable_since: float | None = None
@@ -105,7 +99,6 @@ class WorkerFiles:
 
         Args:
             folder: The folder of what is saved, on this worker.
-            what: Its kind, for messages.
             names_in_use: Function without arguments that is called on the chief and returns the
                 names of the files that are needed as long as the new ones do not count, or None
                 if it is not known.
@@ -160,7 +153,6 @@ class WorkerFiles:
         """Checks the workers' files of some states; on all workers.
 
         Args:
-            folder: The folder of what is saved, on this worker.
             saved: List of dicts as `save` has returned them.
 
         Returns:
@@ -182,7 +174,6 @@ class WorkerFiles:
 
         Args:
             model: The model, as the chief has restored it.
-            folder: The folder of what is saved, on this worker.
             files: What `save` has returned.
             problems: What is wrong with them, on any worker.
         """

@@ -142,7 +142,6 @@ class WorkerState:
 
     Attributes:
         kind: Word for what has a state of its own: a replica or a worker.
-        finish_steps: As given.
     """
 
     kind = "replica"
@@ -236,7 +235,6 @@ class WorkerState:
         return found
 
     def state_dict(self, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
-        """Arrays of an optimizer's state by names."""
         self.finish_steps()
         lost: list[int] = []
         found = {n: np.array(a) for n, a in self.entries({"": unwrapped(optimizer)}, lost)}

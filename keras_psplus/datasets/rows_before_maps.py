@@ -56,12 +56,10 @@ def scopes(graph: graph_pb2.GraphDef) -> list[Any]:
 
 
 def constant_value(node: Any) -> np.ndarray:
-    """The value of a `Const` node as a NumPy array."""
     return tf.make_ndarray(node.attr["value"].tensor)
 
 
 def reads_service(node: Any) -> bool:
-    """Whether a node reads from the tf.data service."""
     return node.op.startswith("DataServiceDataset")
 
 
@@ -171,7 +169,6 @@ class Pipeline(NamedTuple):
         drops_remainder: Whether a last batch with fewer rows is left out.
         parallel_calls: How many batches are put together at a time; None for one.
         batch_stages: Stages behind the batch, the first one first.
-        options: The dataset's `tf.data.Options`.
         spec: Type specification of its batches.
         summary: Text that says what each worker maps of its own rows, and what of all.
     """
@@ -228,7 +225,6 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
     """Finds the maps of a dataset that may run on some rows of each batch.
 
     Args:
-        dataset: `tf.data.Dataset` of batches.
         is_trusted: Whether the script has said that its maps keep nothing from one element to the
             next; it is believed where the graph does not show the contrary.
 
@@ -294,7 +290,6 @@ def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
 
 
 def _is_shuffle(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset shuffles what it is made of."""
     return "Shuffle" in type(dataset).__name__
 
 

@@ -45,14 +45,7 @@ class Reader(NamedTuple):
 
 
 def readers(dataset: Any) -> list[Reader]:
-    """Finds what a dataset reads from the service, also in functions that make datasets.
-
-    Args:
-        dataset: `tf.data.Dataset`.
-
-    Returns:
-        List of `Reader`s, empty for nearly all datasets.
-    """
+    """Finds what a dataset reads from the service, also in functions that make datasets."""
     if not isinstance(dataset, tf.data.Dataset) or not has_stage(dataset, _STAGES):
         return []
     try:
@@ -88,7 +81,6 @@ def check_shared(
     """Checks that workers which read from the service see each row once between them.
 
     Args:
-        readers_by_worker: Dict of each worker's name to its list of `Reader`s.
         is_own_share: Whether the dataset says that each worker's is its own
             (`AutoShardPolicy.OFF`).
         steps: Number of steps of an epoch that the script has set, or None for all of the data.

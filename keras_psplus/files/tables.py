@@ -30,7 +30,6 @@ _NODE = re.compile(r"\{\{.*?\}\}\s*")
 
 
 def rows_of(rows: int, server: int, servers: int) -> int:
-    """Number of rows of a table on one server."""
     return (rows - server + servers - 1) // servers
 
 
@@ -45,7 +44,6 @@ def translate_file_errors(what: str, directory: str) -> contextlib.AbstractConte
 
     Args:
         what: `"write"` or `"read"`.
-        directory: The folder that was given.
 
     Raises:
         OSError: In place of what TensorFlow or the system raises.
@@ -137,8 +135,6 @@ def read(path: str, name: str, shape: tuple[int, int], first: int, count: int) -
         path: Path of a checkpoint, without ending.
         name: The variable's name there.
         shape: Its rows and the numbers in a row.
-        first: Number of the first row.
-        count: How many.
     """
     return _restore(path, name, _spec(shape, first, count), tf.float32)
 
@@ -164,7 +160,6 @@ def read_share(
         paths: Paths of the files of all servers that have written, in their order.
         name: The variable's name there.
         shape: Rows of the whole table, and the numbers in a row.
-        server: Index of this server.
         servers: Number of servers now.
         progress: Function that is called after every part.
     """
@@ -194,7 +189,6 @@ def slices(rows: int, dim: int) -> list[tuple[int, int]]:
 
 
 def rows_in_slice(dim: int) -> int:
-    """Number of rows that are written and read at once."""
     return max(1, _SLICE_BYTES // (4 * dim))
 
 

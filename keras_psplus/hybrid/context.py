@@ -12,12 +12,6 @@ class TableContext:
     """The objects of a `HybridStrategy` that its tables are made with.
 
     Parts take this, or what they use of it, instead of the strategy, which makes all of them.
-
-    Attributes:
-        servers: The parameter servers.
-        tables: The tables on them.
-        placer: Decides which tables lie there.
-        backup_tables: Tables of backups.
     """
 
     servers: Servers

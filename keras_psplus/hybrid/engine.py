@@ -248,7 +248,6 @@ class TableEngine(_Replicas):
     def _scaled(
         self, scale: tf.Tensor, optimizer: Optimizer, grads: Gradients, variables: Variables
     ) -> list[Any]:
-        """Gradients times a scale."""
         return [g if g is None else g * tf.cast(scale, g.dtype) for g in grads]
 
     def decay(self, optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:

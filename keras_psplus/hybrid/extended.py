@@ -94,7 +94,6 @@ class TableExtended(_Replicas):
         """Rows of a table.
 
         Args:
-            variable: `TableVariable`.
             indices: Integer tensor; negative ones count from the end.
 
         Returns:
@@ -134,7 +133,6 @@ class TableExtended(_Replicas):
         """Rows of a dynamic table.
 
         Args:
-            variable: `DynamicVariable`.
             keys: int64 vector.
             trains: Whether a step trains with them.
 
@@ -195,10 +193,6 @@ class TableExtended(_Replicas):
         """Sends a replica's gradient of a table.
 
         Args:
-            table: `Table`.
-            slices: `tf.IndexedSlices`.
-            optimizer: The Keras optimizer.
-            learning_rate: Scalar.
             waits: Whether the servers wait for `commit`.
         """
         ids = tf.cast(slices.indices, _LONG)

@@ -206,7 +206,6 @@ def _ranges(config: Any, shape: tuple[int, int], little: int) -> Iterator[tuple[
 
     Args:
         config: The serialized initializer.
-        shape: The shape.
         little: Bytes up to which all of it is made at once.
     """
     initializer, (rows, dim) = keras.initializers.deserialize(config), shape

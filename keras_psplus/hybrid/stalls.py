@@ -16,7 +16,6 @@ class StallProbe(all_reduce_stalls.StallProbe):
 
     Args:
         task, progress, marks: As for all-reduce.
-        world: `World` of this process's replicas.
         is_sync: Whether servers apply a step's gradients of all workers at once.
         servers: Function that returns the `Servers`, which are there before the first step.
     """

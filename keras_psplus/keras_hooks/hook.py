@@ -71,7 +71,6 @@ class Hook:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the function is replaced in this process."""
         return getattr(self._current(), "replaced_by", None) is self
 
     def found(self) -> list[str] | None:

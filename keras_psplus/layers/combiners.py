@@ -24,7 +24,6 @@ def combine(
         ids: Dense, ragged or sparse tensor.
         weights: The rows' weights, in the same form, or None.
         lookup: Function from a tensor of ids to a matrix of rows.
-        dim: Numbers in a row.
         name: Name of the layer, for messages.
 
     Raises:

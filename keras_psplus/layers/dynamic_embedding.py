@@ -266,11 +266,7 @@ class FeatureLookup(keras.layers.Layer):
         self.supports_jit = False
 
     def build(self, input_shape: Any = None) -> None:
-        """Makes the table.
-
-        Args:
-            input_shape: Shape of the ids, whatever it is.
-        """
+        """Makes the table, whatever the shape of the ids."""
         if not self.table.built:
             self.table.build(input_shape)
         self.built = True
@@ -281,7 +277,6 @@ class FeatureLookup(keras.layers.Layer):
         Args:
             ids: Dense vector of ids, or dense, ragged or sparse matrix.
             weights: As for `DynamicEmbedding`.
-            training: Whether a step trains with them.
         """
         if ids.shape.rank == 1:
             ids = tf.convert_to_tensor(ids)[:, tf.newaxis]

@@ -382,7 +382,6 @@ def _make(path: pathlib.Path, command: list[str], flags: list[str]) -> None:
 
 
 def _compiler() -> list[str]:
-    """The command of the compiler, as a list."""
     try:
         wanted = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
@@ -402,7 +401,6 @@ def _identity(command: list[str]) -> tuple[str, str]:
 
 @functools.cache
 def _version(*command: str) -> str:
-    """Version text of a compiler."""
     try:
         return _run([*command, "--version"], _VERSION_TIMEOUT)[1].decode(errors="replace")
     except OSError:

@@ -65,7 +65,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
 
     Attributes:
         worker_states: State of compressors and `updates` on the workers.
-        pushes: Sender of gradients to the parameter servers.
     """
 
     def __init__(
@@ -104,7 +103,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self._num_gpus_per_worker = gpus_per_worker(gpus, workers)
 
     def has_made(self, variable: tf.Variable) -> bool:
-        """Whether a variable is one of this strategy's."""
         return isinstance(variable, ClosureVariable) or is_on_ps(variable)
 
     def creating(
@@ -116,7 +114,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             name: Full path of the variable.
             kind: What it is, if it lives on the chief and goes with the closures, as for
                 `ClosureVariable`; else None.
-            shape: Its shape, if it is known.
         """
         return self._creating.being((name, kind, shape))
 

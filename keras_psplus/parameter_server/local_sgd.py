@@ -268,7 +268,6 @@ class LocalSGDUpdates(WorkerUpdates):
         return int(rounds is not None), finish
 
     def training(self, variables: Sequence[keras.Variable]) -> list[keras.optimizers.Optimizer]:
-        """The optimizers that train some of these Keras variables, so far as they are known."""
         wanted = {id(variable._value) for variable in variables}
         return [
             optimizer

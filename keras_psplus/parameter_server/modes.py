@@ -57,7 +57,6 @@ class Mode(NamedTuple):
 
 
 def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mode:
-    """Checks arguments; raises ValueError if one is out of range or meaningless."""
     if not isinstance(mode, str) or mode not in ("async", "sync"):
         raise ValueError(f'`mode` must be "async" or "sync". Received: mode={shown(mode)}')
     if not _is_count(backup_workers):
@@ -86,7 +85,6 @@ def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mod
 
 
 def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
-    """Raises ValueError if a way of updating has no meaning, else returns it."""
     if updates is None:
         return None
     if not updates.on_parameter_servers:
@@ -115,11 +113,7 @@ def _is_count(value: object) -> bool:
 
 
 def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None) -> bool | None:
-    """Checks `overlap_steps`; returns a bool, or None if the first steps are to show it.
-
-    Raises:
-        ValueError: If it is neither a bool nor "auto", or another argument rules it out.
-    """
+    """Checks `overlap_steps`; returns a bool, or None if the first steps are to show it."""
     is_ruled_out = mode.backup_workers or updates is not None
     if isinstance(overlap_steps, str) and overlap_steps == "auto":
         # Asynchronous steps that overlap are less accurate.
@@ -141,11 +135,7 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
 
 
 def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> int:
-    """Checks with how many workers training begins; None for the launcher's number, or all.
-
-    Raises:
-        ValueError: If it is out of its range, or there are not more than backup workers.
-    """
+    """Checks with how many workers training begins; None for the launcher's number, or all."""
     least = launch_flags.min_workers() if min_workers is None else min_workers
     if least is None:
         return num_workers
@@ -200,7 +190,6 @@ def _is_state(variable: keras.Variable, shape: Sequence[int]) -> bool:
 
 
 def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
-    """Bytes of Keras variables on each parameter server, in order."""
     sizes = [0] * num_ps
     for part in itertools.chain.from_iterable(_parts(variable) for variable in variables):
         ps = tf.DeviceSpec.from_string(part.device).task

@@ -126,11 +126,9 @@ class Placement:
 
     @property
     def bytes_on_ps(self) -> list[int]:
-        """Bytes on each server, in order."""
         return [sum(both) for both in zip(*self._bytes.values())]
 
     def least_loaded(self, size: int, is_trained: bool) -> int:
-        """The server that is to have a variable, or a shard, of some bytes."""
         have, all_have = self._bytes[is_trained], self.bytes_on_ps
         return min(
             range(len(have)),
@@ -141,7 +139,6 @@ class Placement:
         )
 
     def add(self, ps: int, size: int, is_trained: bool) -> None:
-        """Notes bytes on a server."""
         self._bytes[is_trained][ps] += size
 
     def cut(
@@ -219,7 +216,6 @@ def weights_of(addresses: Sequence[str]) -> list[float]:
 
 
 def check_partitioner(given: object) -> None:
-    """Raises `ValueError` for what is no partitioner of variables."""
     is_auto = isinstance(given, str) and given == "auto"
     if given is not None and not is_auto and not callable(given):
         raise ValueError(

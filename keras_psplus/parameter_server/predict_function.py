@@ -84,7 +84,6 @@ class _Awaited:
         return tf.nest.flatten(self._result.get()[1])[self._place]
 
     def numpy(self) -> Any:
-        """Waits for the step and returns its output."""
         return self._tensor().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -34,8 +34,6 @@ def join_cluster(
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
     Args:
-        resolver, min_workers: The strategy's arguments.
-        mode: The checked mode.
         timeout: Seconds to wait.
 
     Returns:
@@ -93,7 +91,6 @@ class Servers:
 
     Args:
         spec: Dict from jobs to lists of addresses.
-        protocol: TensorFlow's name of how tasks talk to one another.
         absent: Numbers of the workers that are not there.
 
     Attributes:

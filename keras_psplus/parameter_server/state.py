@@ -268,27 +268,21 @@ class WorkerVariable:
         self.handle, self.shape, self.dtype = handle, shape, dtype
 
     def read_value(self) -> tf.Tensor:
-        """The value as of now."""
         value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
         value.set_shape(self.shape)
         return value
 
     def assign(self, value: Any, read_value: bool = False) -> None:
-        """Sets the value."""
         value = tf.convert_to_tensor(value, self.dtype)
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
     def assign_add(self, value: Any, read_value: bool = False) -> None:
-        """Adds to the value."""
         value = tf.convert_to_tensor(value, self.dtype)
         tf.raw_ops.AssignAddVariableOp(resource=self.handle, value=value)
 
 
 class WorkerVariables:
     """Makes variables that belong together: a worker that misses one begins again with all.
-
-    Args:
-        prefix: Of their names.
 
     Attributes:
         is_saved: Whether they are saved with the states of their worker.

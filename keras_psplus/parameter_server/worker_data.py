@@ -318,7 +318,6 @@ class WorkerDataset:
         return self._reads[-1][1]
 
     def _cut(self, dataset: tf.data.Dataset, index: int) -> tf.data.Dataset:
-        """A worker's share of the data."""
         if self._policy is None:
             return dataset
         if self._policy == tf.data.experimental.AutoShardPolicy.FILE:

@@ -31,11 +31,7 @@ class PipelineContext:
     Parts take this, or what they use of it, instead of the strategy, which makes all of them.
 
     Attributes:
-        stages: Stages of layers, and the workers' devices.
-        splitter: Splits models into stages.
-        variables: Makes and moves variables of layers.
         copies: Copies of weights, with several pipelines.
-        traffic: Totals of what steps send.
         times: Seconds of steps by task.
         under_way: Training steps that have begun and not ended, or None.
     """

@@ -33,7 +33,6 @@ def compress_activations(
         activations: Outputs of layers, and gradients of their inputs.
         between: The operations that belong to no layer. Tensors that they compute from activations
             count as activations.
-        compressor: Compressor of rows.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:
@@ -71,7 +70,6 @@ def compress_gradients(
     The sum of the pipeline that has the primary goes nowhere, and is left as it is.
 
     Args:
-        graph: The graph of a step.
         compressor: A `Cast`, or a `ByVariable` of these.
         scale: Result of `loss_scale`; gradients are sent without it.
     """

@@ -29,8 +29,6 @@ from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
 
 
 class _NothingKept(WorkerState):
-    """State of workers that keep none from step to step."""
-
     kind = "pipeline"
     has_any, may_keep, units, total = False, False, (), 0
 

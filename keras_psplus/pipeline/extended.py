@@ -36,12 +36,10 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
         self._making_on = contextvars.ContextVar("making_on", default=None)
 
     def has_made(self, variable: Any) -> bool:
-        """Whether a variable is one of this strategy's."""
         return variable is None or variable.device in self._all_devices
 
     @contextlib.contextmanager
     def making_on(self, device: str) -> Iterator[None]:
-        """Context in which variables are made on a device."""
         token = self._making_on.set(device)
         try:
             yield
@@ -50,7 +48,6 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
 
     @property
     def device_of_making(self) -> str | None:
-        """Device on which variables are made just now, or None."""
         return self._making_on.get()
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:

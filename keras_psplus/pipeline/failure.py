@@ -42,7 +42,6 @@ def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
-    """Number of the worker that an error is about, or None."""
     found = re.search(r"/job:worker/replica:0/task:(\d+)", message)
     if found:
         return int(found.group(1))

@@ -83,8 +83,6 @@ class Reads:
 
 
 class Copies:
-    """The copies of one strategy."""
-
     def __init__(self, strategy: tf.distribute.Strategy, stages: Stages) -> None:
         self._strategy, self._stages = weakref.ref(strategy), stages
         self.pipelines = stages.pipelines
@@ -138,7 +136,6 @@ class Copies:
         return 0 if copied is None else copied.pipeline
 
     def of(self, variable: keras.Variable) -> Copied | None:
-        """The copies of a Keras variable, or None."""
         copied = self._of_variable.get(id(variable))
         return copied if copied is not None and copied.variable() is variable else None
 
@@ -159,7 +156,6 @@ class Copies:
         return list(found.values())
 
     def every(self) -> list[Copied]:
-        """All variables that have copies."""
         return list(self._of_variable.values())
 
     def note_stale(self) -> None:
@@ -216,7 +212,6 @@ class ReplicaTransfer:
     """A gradient on its way from one pipeline to another, which has the primary.
 
     Attributes:
-        copied: The variable.
         pipeline: Number of the pipeline that it comes from.
         sent: Sum over the micro-batches of that pipeline.
         arrived: The same, on the primary's device: tensors that are identities of those of `sent`.

@@ -64,8 +64,6 @@ class PipelineTraffic:
         Args:
             graph: Graph of the step, all of whose operations have devices.
             results: Structure of what the step returns.
-            crossings: The gradients that go from pipeline to pipeline.
-            encoded: What is sent in fewer bytes.
         """
         sent = _Names(self._copies, graph, crossings, encoded).by_key(
             sorted(_sent(graph, results, self._stages), key=_order)
@@ -100,7 +98,6 @@ def _order(sent: _Transfer) -> tuple[bool, tuple[int, ...]]:
 
 
 def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Transfer]:
-    """Tensors that a step sends between workers."""
     run, device_of = needed.operations(graph, results), devices.where_run(graph)
     # Not in the order of the set, which differs from trace to trace.
     found = {

@@ -91,12 +91,7 @@ def read(path: str | os.PathLike[str]) -> Links:
 
 
 def parse(text: str, source: str) -> Links:
-    """Reads and checks a text, with errors as of `read`.
-
-    Args:
-        text: What the file holds.
-        source: Where it comes from, for errors.
-    """
+    """Reads and checks a text, with errors as of `read`."""
     try:
         given = json.loads(text)
         hosts, rows = given["hosts"], given["links"]

@@ -61,7 +61,6 @@ class Traits:
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are parameter servers."""
         return self.path in ("parameter_server", "hybrid")
 
     @property
@@ -151,7 +150,6 @@ class Variable:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -170,7 +168,6 @@ class Table:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return self.rows * self.dim
 
     def rows_of(self, batches: float) -> float:
@@ -210,7 +207,6 @@ class Work:
 
     @property
     def table_elements(self) -> int:
-        """Number of elements of tables."""
         return sum(table.elements for table in self.tables)
 
     def rows_of(self, batches: float) -> float:
@@ -233,12 +229,7 @@ class Flows(NamedTuple):
 
 
 def flows(traits: Traits, work: Work, workers: int) -> Flows:
-    """Bytes of one step of one worker.
-
-    Args:
-        traits: How it trains.
-        work: What there is to send.
-    """
+    """Bytes of one step of one worker."""
     if traits.path == "alone":
         return Flows()
     if traits.path == "hybrid":
@@ -273,8 +264,6 @@ def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[
     """Bytes of one step of all workers, on each link.
 
     Args:
-        traits: How it trains.
-        work: What there is to send.
         ps: Number of parameter servers, which share evenly.
 
     Returns:

@@ -90,8 +90,6 @@ class Plan:
     """The plan.
 
     Attributes:
-        facts: What was measured.
-        cluster: What is planned for.
         rows: Those of exact entries first, each group by name.
     """
 
@@ -146,8 +144,6 @@ def plan(facts: Facts, entries: Mapping[str, Traits], cluster: Cluster) -> Plan:
     """Makes the plan.
 
     Args:
-        facts: What was measured.
-        entries: Dict from the names of the catalogue's entries to their traits.
         cluster: What to plan for. Without ps, entries that need them are left out.
     """
     rows = [

@@ -42,7 +42,6 @@ class FrozenTable(tf.Module):
 
     Args:
         spec: Of the table's `RowStore`.
-        snapshot: Its contents.
     """
 
     def __init__(self, spec: dict[str, Any], snapshot: Snapshot) -> None:
@@ -60,7 +59,6 @@ class FrozenTable(tf.Module):
             self.numbers.insert(keys, np.arange(first, first + len(keys)))
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        """Rows of an int64 vector of keys."""
         numbers = self.numbers.lookup(keys)
         rows = tf.gather(self.rows, numbers)
         if self._initial is None:
@@ -112,7 +110,6 @@ class OutsideTable:
         yield self._asked
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        """Rows of an int64 vector of keys."""
         if self._given is None:
             self._asked.append(keys)
             return tf.zeros([tf.size(keys), self._dim])

@@ -220,7 +220,6 @@ class ShardedEngine(AllReduceEngine):
             exchange.traffic.time(tensors, mine)
 
     def _exchange(self, optimizer: Optimizer) -> PartExchange:
-        """Exchange of the parts of an optimizer's variables."""
         exchange = self._exchanges.get(optimizer)
         if exchange is None:
             extended = self.strategy.extended

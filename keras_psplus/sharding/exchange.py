@@ -38,7 +38,6 @@ class PartExchange:
 
     Args:
         route: Way of rows between the workers that share.
-        bucket_bytes: Size in bytes at which a bucket is sent.
         compressors: Of gradients, and of the new values' changes; or None.
         between: Hop between the workers of several groups that have the same parts, where gradients
             are compressed then; None if one group has all workers.
@@ -219,7 +218,6 @@ class PartExchange:
 
 
 def compressor_of(chooser: Compressor | None, variable: Any) -> Compressor | None:
-    """The compressor of a variable's parts, or None."""
     if chooser is None:
         return None
     chosen = chooser.for_variable(variable.path, variable.shape, variable.dtype)

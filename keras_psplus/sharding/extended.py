@@ -58,7 +58,6 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     @property
     def store(self) -> ShareStore:
-        """All variables in shares."""
         if self._store is None:
             assert self.control is not None
             self._store = ShareStore(
@@ -88,12 +87,10 @@ class ShardedExtended(MultiWorkerMirroredExtended):
 
     @property
     def sharing_launcher(self) -> Launcher:
-        """Collectives between these workers."""
         return self._groups.within.launcher if self._groups else self.launcher(0)
 
     @property
     def route(self) -> Route:
-        """Way of rows between these workers."""
         if self._order and self.levels:
             within, between, *_ = self.levels[0]
             return Route(between.launcher, between.place, between.size, within)

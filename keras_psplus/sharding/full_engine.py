@@ -45,7 +45,6 @@ class FullyShardedEngine(ShardedEngine):
 
     @functools.cached_property
     def units(self) -> Units:
-        """Units of the steps."""
         extended = self.strategy.extended
         frees = self.strategy.reshard_after_forward
         _, compressor = extended.compressors

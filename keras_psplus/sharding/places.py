@@ -14,12 +14,7 @@ _LONGEST_ROW = 1 << 18
 
 
 class AxisCut(NamedTuple):
-    """Layout of a tensor that is cut into equal parts along one axis.
-
-    Attributes:
-        shape: Static shape of the tensor.
-        number: Number of parts.
-    """
+    """Layout of a tensor that is cut into equal parts along one axis."""
 
     shape: tf.TensorShape
     axis: int
@@ -38,7 +33,6 @@ class AxisCut(NamedTuple):
         return math.prod(self.shard)
 
     def rows(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """The parts of a tensor."""
         return list(tf.split(tensor, self.number, self.axis))
 
     def whole(self, rows: tf.Tensor) -> tf.Tensor:
@@ -79,7 +73,6 @@ class Place(NamedTuple):
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether every worker has all of it."""
         return self.cut is None and self.owner is None
 
     def local_shape(self, shape: tf.TensorShape, rank: int) -> tf.TensorShape:
@@ -89,7 +82,6 @@ class Place(NamedTuple):
         return shape if self.owner in (None, rank) else tf.TensorShape([0])
 
     def local_part(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        """A worker's part of a whole value."""
         if self.cut is not None:
             return tf.reshape(self.cut.rows(value)[rank], self.cut.shard)
         return value if self.owner in (None, rank) else tf.zeros([0], value.dtype)

@@ -51,11 +51,7 @@ def is_answered(own: dict[str, Any], rank: int, request: dict[str, Any]) -> bool
 
 
 def error_of(request: dict[str, Any], name: str) -> RuntimeError:
-    """The error of a request that a worker waits for in vain.
-
-    Args:
-        name: The worker's.
-    """
+    """The error of a request that a worker waits for in vain."""
     return RuntimeError(
         "A worker reads a variable in shares that another has not made or used, or is steps "
         "ahead. Every worker must run the same script. Received: variable "
@@ -137,7 +133,6 @@ class ShareStore:
 
         Args:
             form: Its shape and dtype, as text that must be equal on all workers.
-            name: Its name, for messages.
         """
         with failure.translate_errors(self._control.task):
             self._control.check_same("variable in shares", form, f"{name} ({form})")
@@ -178,9 +173,6 @@ class ShareStore:
         """Context in which all workers read and change the same variables in the same order.
 
         They wait for each other once, at its beginning, and what they read is gathered by all.
-
-        Args:
-            name: Name of what is changed, for messages.
         """
         if self.restoring or self.is_together or not tf.executing_eagerly():
             yield

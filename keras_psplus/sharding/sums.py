@@ -162,9 +162,6 @@ def clipped_by_norms(
         dtype: Dtype of scales for those.
         parts: Numbers of the gradients of which each worker has a part, or none.
         sum_over_parts: Function that sums small tensors over the workers that have the parts.
-
-    Returns:
-        List of clipped gradients, in the same order.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     squares = squares_of(grads, parts, sum_over_parts)

@@ -77,7 +77,6 @@ class ShareVariable(WrittenVariable):
 
     @property
     def place(self) -> Place:
-        """`places.Place` of its state."""
         if self._place is None:
             assert self._find_place is not None
             self._place, self._find_place = self._find_place(), None
@@ -85,7 +84,6 @@ class ShareVariable(WrittenVariable):
 
     @property
     def part(self) -> tf.Variable:
-        """This worker's part."""
         if self._part is None:
             assert self._initial is not None
             place, rank = self.place, self._store.rank

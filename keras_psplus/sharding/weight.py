@@ -25,7 +25,6 @@ class PartOfWeight(ShareVariable):
     In a step, its graph reads the whole of it, or layers compute with parts.
 
     Args:
-        place: `places.Place` of its parts.
         variable: The Keras variable whose value this is.
 
     Attributes:
@@ -75,7 +74,6 @@ class PartOfWeight(ShareVariable):
         return whole
 
     def _error_of_eager_read(self) -> RuntimeError:
-        """The error of an eager step that reads it."""
         raise NotImplementedError
 
     def _value_in_step(self) -> tf.Tensor:
@@ -120,11 +118,7 @@ class WeightShare(PartOfWeight):
 
 
 class WholeWeight(TensorVariable):
-    """The whole value of a weight in shares, in an update.
-
-    Args:
-        value: Its value, gathered.
-    """
+    """The whole value of a weight in shares, in an update."""
 
     def __init__(self, weight: WeightShare, value: tf.Tensor) -> None:
         self.path = weight.path

@@ -35,7 +35,6 @@ class Clock:
         return tf.cast(self.steps.read_value(), _INT)
 
     def tick(self) -> None:
-        """Notes one more update."""
         self.steps.assign_add(1, read_value=False)
         self.seconds.assign(tf.cast(tf.timestamp(), _INT), read_value=False)
 
@@ -45,9 +44,6 @@ class Expiry:
 
     Args:
         configs: Configurations of the policies.
-        clock: `Clock` of the table.
-        servers: Number of servers that have rows of it.
-        server: Index of this one.
     """
 
     def __init__(
@@ -173,8 +169,6 @@ class Admission:
     Args:
         config: Configuration of a policy, or None.
         name: Name of the table, for messages.
-        clock: `Clock` of the table.
-        expiry: `Expiry` of the table.
 
     Attributes:
         candidates: `KeyRows` of keys that have no row yet, or None.
@@ -281,7 +275,6 @@ def make(
     server: int,
     servers: int,
 ) -> Admission:
-    """Makes the `Admission` of a configuration."""
     kind = None if config is None else config["kind"]
     if config is None:
         return Admission({}, name, clock, expiry)

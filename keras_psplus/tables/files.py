@@ -40,7 +40,6 @@ class Capture:
     The moment is that at which this is made. `close` must be called.
 
     Args:
-        store: The rows.
         key: The table's number in the files.
         since: `mark` of the capture whose changes since are wanted; None for all rows.
         freeze: As `store.freeze`, with nothing else going on.
@@ -123,7 +122,6 @@ def load(
             first.
         key: The table's number in the files.
         slots: How many of the optimizer's variables to read.
-        server: Index of this server.
         servers: Number of servers now.
         progress: Function that is called after every part.
 

@@ -70,7 +70,6 @@ def mix(bits: tf.Tensor) -> tf.Tensor:
 
 
 def mix_number(number: int) -> int:
-    """`mix` of a Python int."""
     mask = 2**64 - 1
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
@@ -82,8 +81,6 @@ def streams(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
 
     Args:
         keys: int64 vector.
-        seed: Int.
-        count: How many for each key.
 
     Returns:
         uint64 tensor of shape `(len(keys), count)`.
@@ -100,7 +97,6 @@ def blocks_of(hashes: tf.Tensor) -> tf.Tensor:
 
 
 def owners_of(keys: tf.Tensor, servers: int) -> tf.Tensor:
-    """Server of each key."""
     return blocks_of(mixed(keys)) % servers
 
 

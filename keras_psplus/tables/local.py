@@ -41,7 +41,6 @@ class LocalTable(Checkpointed, CompositeVariable):
 
     Args:
         spec: Of the `RowStore`s.
-        trainable: Whether it is trained.
         of: The table, for a slot of it.
         slot: 0 for the table itself, else the number of the slot.
     """
@@ -94,7 +93,6 @@ class LocalTable(Checkpointed, CompositeVariable):
         return self.read_rows()
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        """Rows of an int64 vector of keys, with a gradient for the table."""
         unique, positions = tf.unique(keys)
         rows = tf.stop_gradient(self._lookup(unique, trains))
         table = self.spec["name"], tf.int32.max, self.spec["dim"]
@@ -124,7 +122,6 @@ class LocalTable(Checkpointed, CompositeVariable):
         self.optimizer, self._slots = optimizer, 0
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer, name: str) -> LocalTable:
-        """Value of one more slot of an optimizer."""
         self._slots += 1
         return type(self)(dict(self.spec, name=name), False, self, self._slots)
 
@@ -156,19 +153,15 @@ class LocalTable(Checkpointed, CompositeVariable):
         return [_StorePart(*one) for one in zip(self.stores, self.devices)]
 
     def read_rows(self) -> np.ndarray:
-        """Rows of the table or slot, in the order of their keys."""
         return self._contents.read(self.slot)
 
     def write_rows(self, rows: np.ndarray) -> None:
-        """Sets the rows of the table or slot, in the order of their keys."""
         self._contents.write(self.slot, rows)
 
     def read_snapshot(self) -> Snapshot:
-        """Contents of the table."""
         return self._contents.snapshot()
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Sets the contents of the table."""
         self._contents.write(0, snapshot)
 
     def read_changes(self, mark: Any) -> Changes:
@@ -184,12 +177,7 @@ class LocalTable(Checkpointed, CompositeVariable):
 
 
 class _StorePart:
-    """`snapshot.Part` of a store that this process reaches.
-
-    Args:
-        store: The `RowStore`.
-        device: Where it is.
-    """
+    """`snapshot.Part` of a store that this process reaches."""
 
     def __init__(self, store: RowStore, device: str) -> None:
         self._store, self._device = store, device
@@ -271,7 +259,6 @@ def update(
 
 
 def in_memory(variables: Any) -> list[KeyedVariable]:
-    """Those variables that are tables in this process's memory."""
     return [v for v in variables if isinstance(getattr(v, "_value", v), LocalTable)]
 
 

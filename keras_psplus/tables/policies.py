@@ -204,9 +204,6 @@ class Norm(_Expiry):
 class AnyOf:
     """Expires rows that one of several policies expires.
 
-    Args:
-        policies: The policies.
-
     Raises:
         ValueError: If two of them are of one kind.
     """
@@ -258,7 +255,6 @@ def check_expire(expire: Any) -> list[dict[str, Any]]:
 
 
 def find(expire: Iterable[dict[str, Any]], kind: type) -> dict[str, Any] | None:
-    """Configuration of a policy among several, or None."""
     return next((config for config in expire if config["kind"] == kind.__name__), None)
 
 

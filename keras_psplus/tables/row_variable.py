@@ -100,7 +100,6 @@ class RowsOfKeys(np.ndarray):
 
     @staticmethod
     def of(snapshot: Snapshot) -> RowsOfKeys:
-        """The rows of a snapshot."""
         rows = snapshot.rows.view(RowsOfKeys)
         rows.snapshot = snapshot
         return rows
@@ -129,8 +128,6 @@ class KeyedVariable(keras.Variable):
     Args:
         make: Function of this variable that makes its value.
         dim: Numbers in a row.
-        name: Its name.
-        trainable: Whether it is trained.
     """
 
     def __init__(

@@ -151,7 +151,6 @@ class Contents:
     """Reads and writes the stores that share a table.
 
     Args:
-        spec: The table's.
         parts: Function that returns the `Part` of each store, in order.
     """
 
@@ -167,7 +166,6 @@ class Contents:
         return _rows(parts, slot, order, counts)
 
     def snapshot(self) -> Snapshot:
-        """All of the table."""
         parts = self._parts()
         entries, order, counts = _entries(parts)
         counted, blocks = zip(*(part.counters() for part in parts))
@@ -278,9 +276,7 @@ def read(servers: Sequence[Server], mark: tuple[tuple[int, ...], ...] | None, di
     Updates may go on: what one changes in the meantime comes with the next look, too.
 
     Args:
-        servers: Functions of each.
         mark: That of the look before; None for the whole table.
-        dim: Numbers in a row.
     """
     before = [(-1, 0, 0)] * len(servers) if mark is None else list(mark)
     # First of all servers, as any of them may ask for a whole.

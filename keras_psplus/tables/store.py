@@ -32,7 +32,6 @@ class RowStore:
 
     Args:
         spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
-        server: Index of this server.
         servers: Number of servers that share the keys.
     """
 
@@ -53,7 +52,6 @@ class RowStore:
 
     @property
     def slots(self) -> list[ChunkedRows]:
-        """The optimizer's variables of the rows."""
         return self.optimizer.slots if self.optimizer else []
 
     @property

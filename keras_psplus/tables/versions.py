@@ -39,7 +39,6 @@ FILE = re.compile(r"\d{8,}-\d+-(keys|rows|gone)\.npy")
 
 
 def file_name(version: int, table: int, what: str) -> str:
-    """Name of an array's file."""
     return f"{version:08d}-{table}-{what}.npy"
 
 
@@ -126,7 +125,6 @@ def of_changes(keys: np.ndarray, rows: np.ndarray, gone: np.ndarray) -> Segment:
 
 
 def _merged(below: Segment, above: Segment) -> Segment:
-    """Two segments as one."""
     assert below.numbers is not None and above.numbers is not None
     keys, first = np.unique(np.concatenate([above.keys, below.keys]), return_index=True)
     shifted = np.where(below.numbers >= 0, below.numbers + len(above.rows), _GONE)
@@ -148,7 +146,6 @@ class Segments:
     every: tuple[Segment, ...]
 
     def with_changes(self, segment: Segment) -> Segments:
-        """The same with changes on top."""
         whole, *others = self.every
         while others and len(others[-1].keys) < 2 * len(segment.keys):
             segment = _merged(others.pop(), segment)
@@ -395,7 +392,6 @@ class VersionWriter:
     """Writes versions of tables to a folder.
 
     Args:
-        folder: Its path.
         specs: What each table's `RowStore` takes, by names.
 
     Raises:

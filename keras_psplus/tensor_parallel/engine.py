@@ -50,7 +50,6 @@ class ModelParallelEngine(ShardedEngine):
 
     @functools.cached_property
     def layer_calls(self) -> LayerCalls:
-        """Calls of the steps' layers."""
         return LayerCalls(self.strategy.extended.group, self._note_messages)
 
     def _note_messages(self) -> None:
@@ -201,7 +200,6 @@ class ModelParallelEngine(ShardedEngine):
         return super().clip(optimizer, grads, variables)
 
     def _whole(self, gradient: Any, weight: CutWeight) -> Any:
-        """The whole gradient of a cut weight."""
         group, axis = self.strategy.extended.group, weight.cut.axis
         if not isinstance(gradient, tf.IndexedSlices):
             return group.gather(tf.ensure_shape(gradient, weight.local_shape), axis)

@@ -28,7 +28,6 @@ class ModelGroup:
 
     Args:
         launcher: `operations.Launcher` of this worker in its row.
-        size: Number of its workers.
     """
 
     def __init__(self, launcher: Launcher, place: int, size: int) -> None:
@@ -121,7 +120,6 @@ class ModelGroup:
         Those of other parts become 0, and those that no worker has -1.
 
         Args:
-            indices: Tensor of ints.
             width: Size of a part.
 
         Returns:

@@ -32,7 +32,6 @@ class LayerCalls:
     """Calls the layers of a strategy's steps.
 
     Args:
-        group: The workers that share weights.
         note: Function that is called where a layer talks to other workers.
     """
 
@@ -64,11 +63,6 @@ class LayerCalls:
         return self._group.stack(weight.local(), weight.cut.axis)
 
     def call(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
-        """Calls a layer.
-
-        Args:
-            proceed: Function that makes it.
-        """
         if tf.executing_eagerly() or self.regions.are_whole:
             return proceed(call)
         if self._home is None:

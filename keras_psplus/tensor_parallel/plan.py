@@ -36,11 +36,7 @@ class CutPlan(OptimizerPlan):
     def describe(
         self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
     ) -> str:
-        """One line about how an optimizer updates cut weights.
-
-        Args:
-            optimizer, names, places: As for `OptimizerPlan`.
-        """
+        """One line about how an optimizer updates cut weights."""
         if self.reason is None:
             return f"'{optimizer.name}' keeps the slots of {self._count} cut weights in parts"
         return (
@@ -50,11 +46,7 @@ class CutPlan(OptimizerPlan):
 
 
 class Layouts:
-    """Axes along which weights are cut.
-
-    Args:
-        grid: `mesh.Grid` of the workers.
-    """
+    """Axes along which weights are cut."""
 
     def __init__(self, layout_map: keras.distribution.LayoutMap, grid: Grid) -> None:
         self._map, self._grid = layout_map, grid
@@ -148,7 +140,6 @@ def describe(model: Any, layouts: Layouts, unused: Sequence[str], grid: Grid) ->
 
     Args:
         unused: Patterns that match no weight.
-        grid: The workers' places.
     """
     sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.variables]
     cuts = [weight for weight in map(cut_of, model.variables) if weight is not None]

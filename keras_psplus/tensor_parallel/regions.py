@@ -67,7 +67,6 @@ class Regions:
         Args:
             axis: Axis along which it is cut.
             activation: The layer's activation, or None.
-            group: The workers that have the other parts.
         """
         if is_elementwise(activation):
             local = local if activation is None else activation(local)

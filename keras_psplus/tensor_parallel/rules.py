@@ -43,12 +43,7 @@ def cut_kernel(layer: Any) -> CutWeight | None:
 def contraction_rule_for(
     layer: Any, group: ModelGroup, regions: Regions
 ) -> Callable[..., Any] | None:
-    """The `call` of a layer with a cut kernel; None if it has none.
-
-    Args:
-        group: The workers that share its kernel.
-        regions: Regions in which tensors are local.
-    """
+    """The `call` of a layer with a cut kernel; None if it has none."""
     kernel = cut_kernel(layer)
     if kernel is None:
         return None
@@ -169,10 +164,6 @@ def by_heads(layer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tf
     The layer's kernels have to be cut along the axis of heads, and its `call` has to be Keras's or
     KerasHub's, which computes each head by itself. One that returns scores, or keeps keys in a
     cache, needs all heads.
-
-    Args:
-        args: Positional arguments of the call.
-        kwargs: Its keyword arguments.
     """
     if not isinstance(layer, _KINDS) or not layer.built or not _is_known(layer):
         return None
@@ -232,7 +223,6 @@ def cross_entropy(call: Call, group: ModelGroup) -> Any:
 
     Args:
         call: The call of Keras's `categorical_crossentropy` or `sparse_categorical_crossentropy`.
-        group: The workers that have the parts of the logits.
     """
     output, from_logits = call.get("output"), call.get("from_logits", False)
     logits = output if from_logits else _logits_of(output)
@@ -271,7 +261,6 @@ def argmax(call: Call, group: ModelGroup) -> Any:
 
     Args:
         call: The call of Keras's `argmax`, of logits or of their softmax.
-        group: The workers that have the parts of the logits.
     """
     logits = _logits_of(call.owner)
     local = _part(call.owner if logits is None else logits, call.get("axis"))
@@ -339,12 +328,7 @@ _REVERSIBLE: Any = getattr(keras.layers, "ReversibleEmbedding", None)
 def embedding_rule_for(
     layer: Any, group: ModelGroup, regions: Regions
 ) -> Callable[..., Any] | None:
-    """The `call` of an embedding with a cut table; None if it has none.
-
-    Args:
-        group: The workers that share its table.
-        regions: Regions in which tensors are local.
-    """
+    """The `call` of an embedding with a cut table; None if it has none."""
     if not isinstance(layer, keras.layers.Embedding) or not layer.built:
         return None
     is_reversible = _REVERSIBLE is not None and isinstance(layer, _REVERSIBLE)

@@ -20,9 +20,6 @@ def is_here() -> bool:
 def check_not_here(what: str) -> None:
     """Raises an error where an exchange would become part of such a loop.
 
-    Args:
-        what: What is exchanged, for the message.
-
     Raises:
         NotImplementedError: If it would.
     """

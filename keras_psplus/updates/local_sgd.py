@@ -31,17 +31,12 @@ class HostCount:
     """An int64 of a replica's own, kept and compared on the host.
 
     On a GPU, each comparison would have the host wait for it.
-
-    Args:
-        states: `States` of the replica.
-        name: Its name.
     """
 
     def __init__(self, states: States, name: str) -> None:
         self._variable = states.variable(name, [], tf.int64, on_host=True)
 
     def read(self) -> tf.Tensor:
-        """The count as of now."""
         return self._variable.read_value()
 
     def satisfies(self, condition: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
@@ -50,17 +45,14 @@ class HostCount:
             return condition(self.read())
 
     def update(self, function: Callable[[tf.Tensor], tf.Tensor]) -> None:
-        """Replaces the count by a function of it."""
         with tf.device(_HOST):
             self._variable.assign(function(self.read()), read_value=False)
 
     def add_one(self) -> None:
-        """Counts one more."""
         with tf.device(_HOST):
             self._variable.assign_add(1, read_value=False)
 
     def set(self, value: int) -> None:
-        """Sets the count."""
         with tf.device(_HOST):
             self._variable.assign(value, read_value=False)
 
@@ -241,11 +233,7 @@ class Fragment:
 def assign_to_fragments(
     variables: Sequence[keras.Variable], number: int
 ) -> list[list[keras.Variable]]:
-    """Divides variables into fragments of about equal size.
-
-    Args:
-        number: How many fragments.
-    """
+    """Divides variables into fragments of about equal size."""
     fragments: list[list[keras.Variable]] = [[] for _ in range(number)]
     sizes = [0] * number
     # The largest first, each to the fragment that is smallest by then.

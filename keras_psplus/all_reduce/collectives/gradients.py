@@ -54,9 +54,6 @@ class HopOrder:
     Sends wait for earlier ones, so that what is sent first arrives first. Gradients are ready long
     before a slow link has sent them: else their copies would all be in memory. All replicas of a
     hop have to send in the same order.
-
-    Args:
-        at_once: Maximum number of concurrent sends.
     """
 
     def __init__(self, at_once: int = _UNDER_WAY) -> None:
@@ -71,7 +68,6 @@ class HopOrder:
         return [after(self._before(), tensor) for tensor in tensors]
 
     def waiting(self) -> AbstractContextManager[Any]:
-        """Context of operations that wait for earlier sends on the hop."""
         return tf.control_dependencies(self._before())
 
     def end(self, tensors: list[tf.Tensor]) -> None:
@@ -103,11 +99,6 @@ def buckets(
 
     An item that would fill one by itself has it for itself, so that nothing large is copied to go
     with others.
-
-    Args:
-        key: Function of an item: only items with equal keys share a bucket.
-        size: Function of an item: its size in bytes.
-        bucket_bytes: Size at which a bucket is full.
 
     Returns:
         List of `(key, items)`, in the order of the buckets' last items: what is made in the order

@@ -50,9 +50,6 @@ def all_reduce(
         reduce: All-reduce of a tensor of another dtype.
         all_to_all: Exchange of rows, one for each replica.
         gather: Concatenation of the replicas' tensors along axis 0.
-
-    Returns:
-        Tensor of the same dtype and shape.
     """
     if tensor.dtype == tf.int32:
         return tf.cast(reduce(tf.cast(tensor, tf.int64)), tf.int32)
@@ -80,7 +77,6 @@ def sum_of_shares(words: tf.Tensor) -> tf.Tensor:
 
 
 def from_shares(words: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """The tensor of which rows of words are the shares."""
     rows, size = words.shape
     (flat,) = wire.unpack(words, (tf.zeros([rows * 2 * size], tf.bfloat16),), rows)
     return tf.reshape(flat[: shape.num_elements()], shape)
@@ -97,11 +93,7 @@ def choose(given: Any, devices: list[str], control: ControlPlane | None) -> Any:
 
     Args:
         given: The user's `tf.distribute.experimental.CommunicationOptions`.
-        devices: Names of this worker's devices.
         control: The control plane between workers; None if there is one.
-
-    Returns:
-        `given`, with an implementation.
 
     Raises:
         ValueError: If workers have devices of different kinds or numbers.
@@ -139,7 +131,6 @@ def _own_gpus(replicas: int) -> list[str]:
 
 
 def _why_not_nccl(names: Iterable[str]) -> str | None:
-    """The reason why NCCL cannot be used, or None."""
     name, replicas = collections.Counter(names).most_common(1)[0]
     if replicas > 1:
         return f"{replicas} replicas share {name}"

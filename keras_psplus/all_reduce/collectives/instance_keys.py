@@ -84,7 +84,6 @@ class InstanceKeys:
 
         Args:
             signature: Kind, dtype and shape of the collective; None if its shape is not known.
-            lanes: Number of lanes in which those of the signature take turns.
             size_class: Index of the size class of rows whose number is not known before, or None.
         """
         if signature is not None and self._name is not None:
@@ -119,11 +118,7 @@ class InstanceKeys:
             return first + self._size_class * _WINDOW + turn
 
     def order(self, device: str) -> tf.Tensor | None:
-        """The handle of the lane's ordering token; None if the collective's shape is not known.
-
-        Args:
-            device: The device of the collective.
-        """
+        """The handle of the lane's ordering token; None if the collective's shape is not known."""
         if self._signature is None:
             return None
         name = self._signature, self._lane

@@ -70,7 +70,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
     Attributes:
         keys: The `InstanceKeys` of its collectives.
         members: Names of the tasks of the group's replicas, in rank order, as of
-            `member_order.names_of`; None where TensorFlow's order is that of ranks.
+            `names_of`; None where TensorFlow's order is that of ranks.
     """
 
     def __init__(
@@ -138,9 +138,6 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
         Args:
             tensor: Tensor of static shape, with as many rows as there are replicas.
-
-        Returns:
-            Tensor of the same shape.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._group_size == 1 or not tensor.shape.num_elements():
@@ -339,7 +336,6 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
         """Makes the same cross-device ops as TensorFlow's `other`, with our launchers.
 
         Args:
-            other: TensorFlow's.
             options: `tf.distribute.experimental.CommunicationOptions` to use instead of its own.
         """
         return cls(other._devices, other._group_size, options, other._collective_keys)
@@ -368,12 +364,8 @@ def gather_rows(launcher: Launcher, rank: int, value: Any) -> Any:
     """Concatenates the replicas' rows in rank order, in graph mode.
 
     Args:
-        launcher: Collectives of a local replica.
-        rank: Its rank among all replicas.
+        rank: Rank of a local replica among all replicas.
         value: Tensor, `tf.RaggedTensor` or `tf.SparseTensor` of the replica.
-
-    Returns:
-        The same kind, with the rows of all replicas.
     """
     if isinstance(value, tf.RaggedTensor):
         lengths = [gather_rows(launcher, rank, each) for each in value.nested_row_lengths()]

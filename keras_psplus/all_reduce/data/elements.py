@@ -102,7 +102,6 @@ class SharedShuffle(py_dataset_adapter.PyDataset):
     """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
 
     Args:
-        py_dataset: The user's dataset.
         seed: Int, equal on all workers.
     """
 
@@ -216,7 +215,6 @@ def batch_spec_of_shards(dataset: tf.data.Dataset) -> Any:
 
 
 def dataset_of(parts: Iterable[Any]) -> tf.data.Dataset:
-    """A dataset of some elements."""
     each = [tf.data.Dataset.from_tensors(part) for part in parts]
     return functools.reduce(lambda whole, piece: whole.concatenate(piece), each)
 
@@ -238,8 +236,6 @@ class GlobalBatches(NamedTuple):
 
     Attributes:
         cut: Function of the parts of an element, and of `pads`, that returns `Shards`.
-        spec: Type specification of a global batch.
-        how: What is said of them.
     """
 
     dataset: tf.data.Dataset

@@ -27,7 +27,6 @@ class BatchAndNext(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """Structure of tensors of the batch itself."""
         return data_of(self.batch)
 
 

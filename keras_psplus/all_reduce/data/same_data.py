@@ -60,7 +60,6 @@ class Data(NamedTuple):
 
 
 def describe(adapter: Any) -> Data:
-    """Returns the `Data` of one of Keras's data adapters."""
     if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return Data(
             "array",
@@ -141,9 +140,6 @@ def check_batch_sizes(
 ) -> None:
     """Checks that data which the workers split by rows have one batch size.
 
-    Args:
-        kinds: List of the workers' kinds of data.
-
     Raises:
         ValueError: If batch sizes differ. It is raised on every worker.
     """
@@ -191,12 +187,7 @@ _compared: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 
 
 def fingerprint_of(adapter: Any, kind: str) -> Any:
-    """Returns a fingerprint of this worker's data, as a value for JSON, or None.
-
-    Args:
-        adapter: One of Keras's data adapters.
-        kind: As `data_facts.describe` returns it.
-    """
+    """Returns a fingerprint of this worker's data, as a value for JSON, or None."""
     if kind == "array":
         return _samples(adapter._inputs)
     if kind == "generator" and hasattr(adapter, "_first_batches"):
@@ -212,10 +203,7 @@ def check(
     """Checks that workers whose data are alike in size have the same.
 
     Args:
-        adapter: One of Keras's data adapters.
-        kind: As `data_facts.describe` returns it.
         fingerprints: `fingerprint_of` on each worker.
-        control: Control plane of all workers.
         seed: What decides the order of the data, the same on all workers.
 
     Raises:

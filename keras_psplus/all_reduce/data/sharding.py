@@ -138,9 +138,6 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
 
     They come in the order of `distribute`, unless the script or a service decides it.
 
-    Args:
-        seed: What decides the order.
-
     Returns:
         `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
     """

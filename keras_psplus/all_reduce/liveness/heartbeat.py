@@ -59,10 +59,6 @@ class Silence:
     def note(self, silent: Iterable[str], asked: float, now: float) -> dict[str, float]:
         """Notes who did not answer.
 
-        Args:
-            asked: When they were asked.
-            now: What time it is.
-
         Returns:
             Dict from the names of the dead to the seconds of their silence.
         """

@@ -48,7 +48,6 @@ class StepMarks:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which a step is traced."""
         self._tracing += 1
         try:
             with self.clock.tracing():
@@ -91,8 +90,6 @@ _ASK_SECONDS = 0.5
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on a worker."""
-
     def __init__(self, task: TaskConfig, progress: Progress, marks: StepMarks) -> None:
         super().__init__(task.name, progress)
         self._task, self._marks = task, marks

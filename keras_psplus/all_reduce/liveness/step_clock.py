@@ -81,11 +81,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def call(self, steps: int) -> Iterator[None]:
-        """Context of a call of a compiled function.
-
-        Args:
-            steps: How many steps it takes.
-        """
+        """Context of a call of a compiled function."""
         recorder = self._recorder
         if recorder is not None and not recorder.wants(self._name):
             recorder = self._recorder = None

@@ -86,14 +86,7 @@ class CompressedSum:
     def sum_and_count(
         self, grads: _Grads, variables: Sequence[Any], step: tf.Tensor, joins: Joins = ()
     ) -> tuple[list[Gradient], list[TensorTraffic]]:
-        """Sums gradients, and says what it has cost instead of adding that to the totals.
-
-        Args:
-            grads, variables, step, joins: As for `__call__`.
-
-        Returns:
-            List of sums, and that of the `TensorTraffic` of each.
-        """
+        """Sums gradients, and says what it has cost instead of adding that to the totals."""
         paths = [variable.path for variable in variables]
         numbers = [self._number(variable) for variable in variables]
         compressors = [self.compressor_of(v, g) for v, g in zip(variables, grads)]
@@ -131,7 +124,6 @@ class CompressedSum:
         return summed, entries
 
     def compressor_of(self, variable: Any, gradient: Gradient) -> compression.Compressor | None:
-        """The compressor of a variable's gradient, or None."""
         if self._compressor is None:
             return None
         chosen: Any = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)

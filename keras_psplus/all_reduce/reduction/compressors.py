@@ -55,11 +55,7 @@ def check_rows(compressor: compression.Compressor, gathers: bool = False) -> com
 
 
 def check_compressor(compressor: compression.Compressor) -> None:
-    """Raises ValueError if a compressor lacks a method that all-reduce calls.
-
-    Args:
-        compressor: `Compressor` that has been chosen for a variable.
-    """
+    """Raises ValueError if a compressor lacks a method that all-reduce calls."""
     if compressor.gathers_factors:
         return
     needed = ["wire_bytes"]

@@ -51,11 +51,7 @@ class ReplicaStates:
         """Reads a state.
 
         Args:
-            name: Its name.
             init: Function that makes the first state, a nested structure of tensors.
-
-        Returns:
-            The structure of tensors, as of now.
         """
         if name not in self._states:
             with ops.init_scope(), ops.device(self._device):
@@ -74,7 +70,6 @@ class ReplicaStates:
         Args:
             name: A name that is not given twice.
             shape: Its shape; the number of rows may be None, and is 0 at first.
-            dtype: Its dtype.
             on_host: Whether it is on the host, and not on the replica's device.
         """
         with ops.init_scope(), ops.device("CPU:0" if on_host else self._device):
@@ -106,14 +101,12 @@ class ReplicaStates:
 
 
 def assign(variables: Mapping[str, tf.Variable], values: Mapping[str, np.ndarray]) -> None:
-    """Gives variables their values, by names."""
     with ops.init_scope():
         for name, value in values.items():
             variables[name].assign(value)
 
 
 def forms_of(variables: Mapping[str, tf.Variable]) -> dict[str, tuple[tf.TensorShape, tf.DType]]:
-    """Shapes and dtypes of variables, by names."""
     return {name: (variable.shape, variable.dtype) for name, variable in variables.items()}
 
 
@@ -124,9 +117,6 @@ class MirroredState(WorkerState):
     """The replicas' state: of compressors, of update rules, and momenta of those that step alone.
 
     Args:
-        devices: Devices of the local replicas.
-        world: Their position among all replicas.
-        control: Control plane between workers, or None.
         task: Name of this worker, and number of all, for files.
         is_kept: Function that tells whether compressors or update rules keep anything.
         momenta: Function of an optimizer and the number of a local replica. It returns what the

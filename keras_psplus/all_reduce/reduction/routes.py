@@ -66,9 +66,6 @@ def mean(
     Args:
         compressors: List of reducible compressors.
         step: int64 scalar.
-
-    Returns:
-        Lists of means and of new states.
     """
 
     def all_mean(payloads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -279,12 +276,10 @@ def split_rows(
 def split_init(
     replicas: int, compressor: compression.Compressor, tensors: Sequence[tf.Tensor]
 ) -> Any:
-    """The first state of `split`."""
     return rows_init(compressor, *rows_for(replicas, compressor, tensors))
 
 
 def rows_init(compressor: compression.Compressor, replicas: int, width: int) -> Any:
-    """The first state of `split_rows`."""
     if not isinstance(compressor, compression.ErrorFeedback):
         return ()
     return {
@@ -376,9 +371,7 @@ def sum_of_outer_products(
     """Sums a matrix that each replica has as a product.
 
     Args:
-        product: `compression.outer_products.OuterProduct` of this replica.
         most: Rows of the replica that has the most, of `most_rows`.
-        shape: Static shape of the matrix.
         whole_sum: Function that sums a matrix over replicas, for those with too many rows, and
             returns the sum.
         name: Of the matrix, the same on all replicas.

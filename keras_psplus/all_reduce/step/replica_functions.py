@@ -39,7 +39,6 @@ def single_steps_of(
 
     Args:
         function: Keras's function of an iterator, or of a list of batches.
-        steps_per_execution: Steps in one call.
 
     Returns:
         Function of a `tf.data.Iterator` or a `tf.distribute.DistributedIterator` that returns the
@@ -54,9 +53,6 @@ def after_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     Where data end, the rest of a step would run beside what finds that out, and the optimizer would
     have counted a step.
-
-    Args:
-        step: Function of a batch.
     """
 
     @functools.wraps(step)
@@ -101,12 +97,7 @@ def make_function(
     """A train or test function that takes steps on all replicas.
 
     Args:
-        world: Position of its replicas among all replicas.
-        call: The call of a model's `_make_function`.
         compiled: What compiles the calls of models in it; None if XLA is not to be used.
-
-    Returns:
-        Function of an iterator.
     """
     model, step_function = call.owner, call.get("step_function")
     step = after_data(_replica_step(model, step_function, compiled))
@@ -127,12 +118,7 @@ def make_function(
 def in_progress(
     progress: Progress, call: Call, function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """A train or test function that notes its steps.
-
-    Args:
-        call: The call of a model's `_make_function`.
-        function: Function of an iterator.
-    """
+    """A train or test function that notes its steps."""
     model = call.owner
     is_training = call.get("step_function") == model.train_step
     doing = "training step" if is_training else "evaluation step"

@@ -44,8 +44,6 @@ class MirroredReplicaStep(ReplicaStep):
         recording: Whether it notes which variables the replica changes by itself.
         alone: Whether gradients are the replica's own, to be applied as they are.
         sums: The engine, as what sums gradients.
-        tape: `TapeGradients` of the step.
-        graph: The graph that the step is traced into.
         is_eager: Whether it is run, and not traced.
         has_pushed: Whether it has sent gradients to parameter servers since all replicas met.
         passed_barrier: Whether all replicas have passed its barrier.
@@ -93,7 +91,6 @@ class MirroredReplicaStep(ReplicaStep):
         return self._fraction is not None
 
     def set_batch_fraction(self, local_rows: tf.Tensor, global_rows: tf.Tensor) -> None:
-        """Notes the replica's part of the global batch, in rows."""
         self.set_rows(local_rows)
         global_rows = tf.cast(global_rows, tf.float32)
         # Variables, not tensors: a nested tf.function that was traced in an earlier step's graph
@@ -253,7 +250,6 @@ class MirroredReplicaStep(ReplicaStep):
 
     @property
     def changed(self) -> list[tf.Variable]:
-        """Variables that the replica changed by itself."""
         return list(self._changed.values())
 
     @property

@@ -48,7 +48,6 @@ def enable(variable: Any) -> None:
 
 
 def are_enabled(variable: Any) -> bool:
-    """Whether `enable` has done so."""
     return "_row_reads" in getattr(variable, "__dict__", {})
 
 

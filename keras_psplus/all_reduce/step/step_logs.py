@@ -31,8 +31,6 @@ def synchronise(
     """Makes what a replica has changed, and its logs, global.
 
     Args:
-        logs: What the step has returned.
-        metrics: The metrics that it has updated.
         means: Variables to set to their mean over all replicas, weighted by rows.
 
     Returns:

@@ -103,14 +103,7 @@ class TapeGradients:
     def note(
         self, grads: Sequence[Gradient | None], variables: Sequence[Any]
     ) -> list[Gradient | None]:
-        """Stand-ins for the gradients of one call of the tape.
-
-        Args:
-            grads: List of tensors, `tf.IndexedSlices` or None.
-
-        Returns:
-            List of the same form.
-        """
+        """Stand-ins for the gradients of one call of the tape."""
         self.settle()
         call = stand_ins.TapeCall(grads, variables)
         self._calls.append(call)
@@ -168,7 +161,6 @@ class TapeGradients:
         """Resolves an optimizer's gradients to replicas' parts or global sums.
 
         Args:
-            grads: List of tensors, `tf.IndexedSlices` or None.
             optimizer: The optimizer; None if its compressors cannot be used for this.
             wants_parts: Whether replicas' parts are wanted even where there are sums.
 

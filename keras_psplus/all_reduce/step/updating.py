@@ -73,11 +73,7 @@ class Accumulators:
         tf.cond(is_global.read_value(), leave, lambda: None)
 
     def make_global(self, model: keras.Model) -> None:
-        """Gives all replicas the sums over all of them; on all workers, between steps.
-
-        Args:
-            model: The model whose variables they are the gradients of.
-        """
+        """Gives all replicas the sums over all of them; on all workers, between steps."""
         wanted = {id(variable) for variable in model.trainable_variables}
         for optimizer, state in list(self._of_optimizer.items()):
             if wanted.isdisjoint(id(variable) for variable in optimizer._trainable_variables):
@@ -314,8 +310,6 @@ class MirroredUpdates:
 
 
 class _OptimizerState:
-    """State of one optimizer: its units and their variables."""
-
     def __init__(self, owner: keras.optimizers.Optimizer, states: Sequence[ReplicaStates]) -> None:
         self.owner, self.states = weakref.ref(owner), states
         self.units: list[dict[Any, Any]] = [{} for _ in states]

@@ -32,9 +32,7 @@ class ChosenTopology(NamedTuple):
     """A chosen topology, and the measurements behind it.
 
     Attributes:
-        topology: `Topology` or `"flat"`.
         report: A table of the links, and a line on the choice.
-        links: Measured links, as of `links.measure`.
     """
 
     topology: Topology | str
@@ -76,9 +74,6 @@ def decide(extended: MultiWorkerMirroredExtended) -> ChosenTopology:
 
 def groups_of(links: Links, workers: int) -> Topology:
     """Groups of workers with faster links among them than to others.
-
-    Args:
-        links: As of `links.measure`.
 
     Returns:
         `Topology`; with one group, or groups of one worker, if links are alike or make no groups.

@@ -28,11 +28,7 @@ class Topology:
     groups: tuple[tuple[int, ...], ...]
 
     def of_replicas(self, local: int) -> Topology:
-        """The groups of replicas' ranks, with as many replicas on each worker.
-
-        Args:
-            local: Number of replicas of one worker.
-        """
+        """The groups of replicas' ranks, with as many replicas on each worker."""
         return Topology(
             tuple(
                 tuple(worker * local + i for worker in group for i in range(local))
@@ -41,7 +37,6 @@ class Topology:
         )
 
     def group_of(self, rank: int) -> int:
-        """The number of the group that a rank belongs to."""
         return next(i for i, group in enumerate(self.groups) if rank in group)
 
     @property
@@ -166,7 +161,6 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     Args:
         compression: What a user gives: one value for the hop between groups, or a dict with
             `"within"` and `"between"`.
-        topology: What `group_topology.get` has returned.
 
     Raises:
         ValueError: If a compressor is unknown or does not fit its hop, or there is no such hop.

@@ -27,7 +27,6 @@ class Hop(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
         return len(self.ranks)
 
 

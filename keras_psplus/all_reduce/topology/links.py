@@ -44,11 +44,7 @@ Links = dict[tuple[int, int], MeasuredLink]
 
 
 def rounds_of_pairs(number: int) -> list[list[tuple[int, int]]]:
-    """Each pair of so many once, in rounds in which nobody is in two pairs.
-
-    Args:
-        number: How many there are.
-    """
+    """Each pair of so many once, in rounds in which nobody is in two pairs."""
     # The worker that is paired with a number which is not there waits.
     places = list(range(number + number % 2))
     rounds = []

@@ -75,9 +75,7 @@ def ring_ms(
     There are two rounds for each piece but the first.
 
     Args:
-        links: As for `better`.
         order: Hosts, as places in `links.hosts`, in the order of the ring.
-        groups: As for `better`.
         count: Bytes that are summed.
     """
     group_of = {host: number for number, group in enumerate(groups) for host in group}

@@ -27,7 +27,6 @@ class Cut(NamedTuple):
         shape: Static shape of the tensor.
         shard: That of each shard: rows of its matrix, so that low-rank compressors can work on it,
             or a vector.
-        number: Number of shards.
     """
 
     shape: tf.TensorShape
@@ -109,7 +108,6 @@ def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
     """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
 
     Args:
-        launcher: `operations.Launcher` of this replica in its group.
         rows: Matrix of static shape.
 
     Returns:
@@ -134,9 +132,7 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
     """All replicas' rows, in the order of their places.
 
     Args:
-        launcher: `operations.Launcher` of this replica in its group.
         row: Matrix of one row, of static shape.
-        size: Number of replicas in the group.
 
     Returns:
         Matrix of one row for each replica.

@@ -66,7 +66,6 @@ class _Bucket(NamedTuple):
     """Gradients of one dtype that are sent together.
 
     Attributes:
-        tensors: The gradients.
         compressed: Whether they are compressed inside the group.
         inside, between: The turns on both hops.
     """
@@ -87,7 +86,6 @@ class TwoLevelSum:
 
     Args:
         launcher: `operations.Launcher` of the replica among all of them.
-        hops: `Hops`, the compressors.
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
     """
@@ -194,7 +192,6 @@ class TwoLevelSum:
         return sums, entries
 
     def _sum_bucket(self, bucket: _Bucket) -> _Sums:
-        """Sums of a bucket, and what they have cost."""
         tensors, variables, compressed, step, inside, between = bucket
         hop, launcher = self._levels.within, self._levels.within.launcher
         cuts = [shards.Cut.of(tensor, hop.size) for tensor in tensors]

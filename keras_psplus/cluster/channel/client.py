@@ -164,7 +164,6 @@ class ConnectionWatch:
             return self._made[name]
 
     def close(self) -> None:
-        """Ends the connections."""
         for client in self._clients.values():
             client.close()
 

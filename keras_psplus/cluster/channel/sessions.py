@@ -55,7 +55,6 @@ class JobSecret:
 
     @classmethod
     def of(cls, config: TaskConfig) -> Self:
-        """Makes the secret of a cluster's tasks."""
         return cls.of_text(json.dumps(config.cluster, sort_keys=True))
 
     @classmethod

@@ -29,9 +29,7 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
     """Returns the host of each rank; all ranks have to call this at once.
 
     Args:
-        size: Number of processes.
         address: `host:port` of the first one. It listens there until all know.
-        timeout: Seconds to wait.
 
     Raises:
         ClusterConfigError: If the others do not come, or the first one cannot be reached.
@@ -106,7 +104,6 @@ class _Wait:
         self._next_log = self._began + _LOG_EVERY
 
     def pause(self, pause: Callable[[float], object], what: str) -> None:
-        """Waits for a moment."""
         now = time.monotonic()
         if now - self._began >= self._timeout:
             raise self.error(f"waited {self._timeout:g} s for {what}")

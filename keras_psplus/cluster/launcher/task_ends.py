@@ -403,7 +403,6 @@ class TaskRestarts:
 
     Args:
         most: How many starts there may be, of all tasks together.
-        log: Function that takes a line.
         jobs: Job types of the tasks that can be started again alone.
 
     Attributes:

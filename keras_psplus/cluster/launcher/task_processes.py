@@ -24,7 +24,6 @@ class TaskProcesses:
     """Processes of tasks, each in a group of its own, until they are reaped.
 
     Args:
-        argv: The command, a list of strings.
         console: A `Console` that shows what tasks say, or None.
         network: Network namespaces of the tasks, or None.
         warm: A `WarmPython` whose forks run a Python script, or None.
@@ -62,7 +61,6 @@ class TaskProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Dict from task name to process id."""
         return {name: process.pid for name, process in self._processes.items()}
 
     @property
@@ -71,7 +69,6 @@ class TaskProcesses:
         return {name: log.lost for name, log in self._logs.items() if log.lost}
 
     def log_path(self, name: str) -> pathlib.Path:
-        """The path of a task's log."""
         return self._log_dir / f"{name}.log"
 
     def start(
@@ -81,7 +78,6 @@ class TaskProcesses:
 
         Args:
             rank: Its number in the cluster.
-            environ: Its environment variables.
             start: How often the job, or the task, was started before.
             has_input: Whether it reads standard input, until `close_input`.
 
@@ -128,7 +124,6 @@ class TaskProcesses:
         )
 
     def close_input(self, name: str) -> None:
-        """Ends a task's standard input."""
         stdin = self._processes[name].stdin
         assert stdin is not None
         stdin.close()

@@ -160,11 +160,7 @@ class Goodput:
         self._last = account.ended
 
     def summary(self, ended: float) -> dict[str, Any]:
-        """Fields of the JSON log.
-
-        Args:
-            ended: When the job has ended.
-        """
+        """Fields of the JSON log."""
         wall = max(ended - self._began, 1e-9)
         known = {f"{name}_s": round(seconds, 3) for name, seconds in self._seconds.items()}
         return {

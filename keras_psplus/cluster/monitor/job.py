@@ -133,7 +133,6 @@ def mark_serving(folder: pathlib.Path, name: str) -> None:
 
 
 def is_serving(folder: pathlib.Path, name: str) -> bool:
-    """Whether a task has noted that."""
     return (folder / f"{name}{_SERVES}").exists()
 
 
@@ -254,7 +253,6 @@ class JobRecord:
 
     @property
     def folder(self) -> pathlib.Path | None:
-        """The job's folder, or None if there is none."""
         return self._folder
 
     @property
@@ -287,8 +285,6 @@ class JobRecord:
         """Notes that a task was started.
 
         Args:
-            name: Its name.
-            pid: Its process id.
             restart: How often tasks of the job, or all of it, were started again before.
         """
         task = {"pid": pid, "birth": process_state.birth_of(pid), "began": now(), "exit_code": None}
@@ -304,7 +300,6 @@ class JobRecord:
         return self._folder is not None and have_failed(self._folder, names)
 
     def is_serving(self, name: str) -> bool:
-        """Whether a task only serves a chief."""
         return self._folder is not None and is_serving(self._folder, name)
 
     def task_ended(self, name: str, code: int) -> None:
@@ -319,7 +314,6 @@ class JobRecord:
         """Notes the end of the job.
 
         Args:
-            code: Its exit code.
             log: Function that takes a line on its goodput, if it has trained.
         """
         if self._trace_to is not None and self._parts is not None:
@@ -374,12 +368,7 @@ def ask(folder: pathlib.Path, what: str, timeout: float) -> str:
     """Asks the launcher of a job for something.
 
     Args:
-        folder: The job's folder.
-        what: Name of the request.
         timeout: Seconds to wait for the answer.
-
-    Returns:
-        The answer.
 
     Raises:
         RequestError: If it is refused, or there is no answer.
@@ -410,8 +399,6 @@ def answer(folder: pathlib.Path, what: str, function: Callable[[], str]) -> None
     """Answers the requests of a name that wait.
 
     Args:
-        folder: The job's folder.
-        what: Name of the requests.
         function: Called for each, returns the answer or raises `RequestError`.
     """
     for request in sorted(folder.glob(f"{what}-*{_REQUEST}")):

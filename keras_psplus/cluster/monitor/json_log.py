@@ -48,7 +48,6 @@ class JsonLog:
         """Appends a line; a file that cannot be written stops nobody.
 
         Args:
-            event: What has happened.
             **fields: What belongs to it. Floats that are not finite become null.
         """
         line = encode({"timestamp": now(), "event": event, **fields}) + "\n"

@@ -73,16 +73,13 @@ class Progress:
         return f"{doing} {self.steps + 1}" if doing == "training step" else doing
 
     def begin(self, what: str) -> None:
-        """Notes that a step begins."""
         self.entered += 1
         self.doing = what
 
     def end(self) -> None:
-        """Notes that it is over."""
         self.doing = None
 
     def count(self, steps: int) -> None:
-        """Counts training steps that are done."""
         self.steps += steps
         Progress.total += steps
         for observer in self.observers:
@@ -128,7 +125,6 @@ class WarningSchedule:
         return waited >= self._next
 
     def note_warned(self, waited: float) -> None:
-        """Notes that a warning was logged, after so many seconds."""
         self.has_warned = True
         while self._next <= waited:
             self._next *= 2
@@ -151,12 +147,7 @@ class PendingWait:
 
 
 class StallProbe:
-    """Probe of `Inspector`: the present step of a process.
-
-    Args:
-        who: Name of the process.
-        progress: Its `Progress`.
-    """
+    """Probe of `Inspector`: the present step of a process."""
 
     def __init__(self, who: str, progress: Progress) -> None:
         self._who, self._progress = who, progress

@@ -58,7 +58,6 @@ class StepTimes:
     part: str = ""
 
     def plus(self, other: StepTimes, sign: float = 1.0) -> StepTimes:
-        """Times of the steps of both."""
         changed: dict[str, Any] = {
             name: getattr(self, name) + sign * getattr(other, name) for name in _NUMBERS
         }
@@ -76,11 +75,9 @@ class StepTimes:
         return StepTimes(**changed, part=self.part or other.part)
 
     def since(self, before: StepTimes) -> StepTimes:
-        """Times of the steps after an earlier state."""
         return self.plus(before, -1.0)
 
     def per_step(self) -> StepTimes:
-        """Mean times of one step."""
         share = 1.0 / max(self.steps, 1.0)
         return dataclasses.replace(StepTimes().plus(self, share), steps=self.steps)
 
@@ -157,7 +154,6 @@ class Slowest(NamedTuple):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, for the JSON log."""
         return {
             **{"task": self.task, "cause": self.cause, "factor": round(self.factor, 2)},
             **({"part": self.part} if self.part else {}),
@@ -347,11 +343,7 @@ class PeerConnections:
 
 
 def cut(address: str) -> None:
-    """Breaks this process's connections to an address, so that calls there fail.
-
-    Args:
-        address: The `host:port` that they lead to.
-    """
+    """Breaks this process's connections to a `host:port`, so that calls there fail."""
     places = {_plain(place[:2]) for _, place in identity.places_of(address)}
     for one, (_, peer) in _sockets():
         if peer in places:

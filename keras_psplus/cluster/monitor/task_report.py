@@ -23,7 +23,6 @@ class TaskReport:
     """Writer of a task's reports: a state file, and lines in the JSON log.
 
     Args:
-        name: The task's name.
         folder: Folder of the job, or None.
         log: A `JsonLog`, or None.
         restart: How often the job was started before.

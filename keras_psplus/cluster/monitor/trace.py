@@ -75,8 +75,6 @@ class TraceRecorder:
         """Adds a step.
 
         Args:
-            task: Name of the task.
-            spans: Its `Span`s.
             others: Dict from other tasks to their `Span`s of this step.
         """
         with self._lock:
@@ -102,9 +100,6 @@ class TraceRecorder:
 
 def merge(folder: pathlib.Path) -> dict[str, Any]:
     """Merges what the tasks of a job have left in a folder.
-
-    Args:
-        folder: Path of the folder.
 
     Returns:
         A trace, as Perfetto opens it.

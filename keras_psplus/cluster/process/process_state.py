@@ -33,7 +33,6 @@ def state_of(pid: int, birth: int | None) -> str:
     """State of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`.
 
     Args:
-        pid: Its process id.
         birth: What `birth_of` has returned for it.
     """
     fields = _fields(pid)

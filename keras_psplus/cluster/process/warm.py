@@ -83,7 +83,6 @@ class WarmPython:
         """Runs a script that ends with this process, as the leader of its own session.
 
         Args:
-            argv: The script and its arguments.
             has_input: Whether it can be written to; otherwise it reads nothing.
 
         Returns:
@@ -122,7 +121,6 @@ class WarmPython:
         """Runs a script in a forked child process; returns its process id.
 
         Args:
-            argv: The script and its arguments.
             files: Descriptors of its standard input, output and error.
             is_leader: Whether it leads its own session.
             ends_with_parent: Whether it is killed when this process ends.
@@ -193,7 +191,6 @@ class WarmProcess:
     """A fork of a `WarmPython`, as `subprocess.Popen` shows processes.
 
     Args:
-        pid: Its id.
         stdin: File to write to, or None.
         stdout: File of what it says.
     """

@@ -61,7 +61,6 @@ def become(request: dict[str, Any], files: list[int], set_by_modules: dict[str, 
     """Makes this process what was asked for, but for the script.
 
     Args:
-        request: What was asked for.
         files: Its standard input, output and error.
         set_by_modules: What the modules have put into the environment when they were imported.
     """
@@ -140,11 +139,7 @@ class Ending:
 
 
 def run(ending: Ending) -> None:
-    """Runs the script as `__main__`.
-
-    Args:
-        ending: What is to know how it ends.
-    """
+    """Runs the script as `__main__`."""
     path = sys.argv[0]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)

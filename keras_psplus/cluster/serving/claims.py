@@ -243,9 +243,6 @@ _ALONE_SECONDS, _DEPARTURE_SECONDS = 30.0, 0.2
 class Departure:
     """End of this process by SIGTERM, as soon as its chief does without it.
 
-    Args:
-        log: Function that takes a line.
-
     Attributes:
         is_due: Whether SIGTERM has come.
     """

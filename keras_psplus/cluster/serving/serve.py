@@ -43,7 +43,6 @@ class ShutdownListener:
         self._received: set[str] = set()
 
     def receive(self, word: str) -> None:
-        """Notes a word of the chief."""
         self._received.add(word)
 
     @property
@@ -358,5 +357,4 @@ def wait_for_close(address: str) -> None:
 
 
 def log_line(line: str | Exception) -> None:
-    """Tells a line of progress."""
     print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

@@ -24,7 +24,6 @@ def listen_on_own_address(
 
     Args:
         patience: Seconds that the host name may take to resolve.
-        log: Function that takes a line of warning.
 
     Raises:
         ClusterStartupError: If that is not possible; the message says why.

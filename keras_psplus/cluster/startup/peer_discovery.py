@@ -109,8 +109,6 @@ class PeerDiscovery:
 
         Args:
             started: `time.monotonic()` from which the time counts.
-            timeout: Seconds to wait.
-            log: Function that takes a line of progress.
             spare_workers: How many workers may be missing.
 
         Raises:

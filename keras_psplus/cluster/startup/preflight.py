@@ -81,7 +81,6 @@ def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = 
     """Checks that this task's own address can be bound.
 
     Args:
-        config: This process's `TaskConfig`.
         log: As for `wait_for_cluster`.
 
     Raises:
@@ -95,7 +94,6 @@ def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | Non
     """Tries to connect to every other task once.
 
     Args:
-        config: A `TaskConfig`.
         timeout: Seconds that one connection may take.
 
     Returns:

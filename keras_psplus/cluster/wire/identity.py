@@ -37,7 +37,6 @@ class PeerIdentity:
 
     @classmethod
     def of(cls, config: TaskConfig) -> Self:
-        """Makes this process's identity from its `TaskConfig`."""
         cluster = json.dumps(config.cluster, sort_keys=True)
         if len(cluster) > _LONGEST_CLUSTER:
             digest = hashlib.sha256(cluster.encode()).hexdigest()[:16]
@@ -55,7 +54,6 @@ class PeerIdentity:
         return f"{self.task} (process {self.pid} on {self.host})"
 
     def encode(self) -> str:
-        """Returns the identity as a text."""
         fields = dataclasses.asdict(self)
         del fields["is_proven"]
         return json.dumps(fields)
@@ -80,7 +78,6 @@ def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = No
     """Says why two processes cannot be in one cluster.
 
     Args:
-        theirs: The other's.
         expected: Name of the task that should be at the dialled address.
 
     Returns:

@@ -75,9 +75,6 @@ def translate_file_errors(
 ) -> contextlib.AbstractContextManager[None]:
     """Says what to do about a disk that is full or that cannot be written.
 
-    Args:
-        errors: The errors that say so.
-
     Raises:
         OSError: In place of what TensorFlow or the system raises.
     """
@@ -132,11 +129,7 @@ def recover(callback: keras.callbacks.BackupAndRestore) -> None:
 
 
 def check_writable(callback: keras.callbacks.BackupAndRestore) -> None:
-    """Sees that the folder can be written, before anything is trained.
-
-    Raises:
-        OSError: If it cannot.
-    """
+    """Raises OSError if the folder cannot be written; before anything is trained."""
     writing = file_utils.join(callback.backup_dir, _WRITING)
     with translate_file_errors(callback):
         _make(writing)

@@ -127,5 +127,4 @@ def _load(
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """States of a model's seed generators."""
     return [v for v in model.variables if v.name == "seed_generator_state"]

@@ -35,7 +35,6 @@ def write_digests(folder: str, worker_files: dict[str, str]) -> None:
     """Writes the digests of a folder's files.
 
     Args:
-        folder: The folder, with all files of a state.
         worker_files: Dict from names to digests of the files that workers have written for it.
     """
     files = {

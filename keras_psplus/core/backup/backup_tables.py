@@ -80,7 +80,6 @@ class BackupTables:
         """Notes that what `finish_write` returned belongs to a state that counts from now on.
 
         Args:
-            content: What `finish_write` has returned.
             at: Place in the training, for people.
         """
 
@@ -91,8 +90,6 @@ class BackupTables:
 
         Args:
             model: The model, whose optimizers have been built.
-            folder: The backup's folder.
-            content: Content of the list.
             is_strict: Whether optimizers have to be the same.
 
         Returns:

@@ -122,7 +122,6 @@ class FitCalls:
 
 
 def calls_of_folder(folder: str | os.PathLike[str]) -> FitCalls:
-    """The calls with a folder."""
     path = os.fspath(folder)
     return _BY_FOLDER.setdefault(path if "://" in path else os.path.realpath(path), FitCalls())
 

@@ -31,7 +31,6 @@ class FitProgress:
         owner: Name of this process, as the owner of a backup's folder.
 
     Attributes:
-        owner: As given.
         epoch, batch: The present epoch, and its batches that are done.
         first_epoch: The first epoch of this `fit`, whether it was in this process or not.
         resumed: What a backup says, from when it was read until the training goes on.
@@ -77,12 +76,7 @@ class FitProgress:
         kwargs: dict[str, Any],
         is_chief: bool,
     ) -> None:
-        """Starts tracking a call of `fit`, whose data keep the order of the first run.
-
-        Args:
-            args, kwargs: Its other arguments.
-            is_chief: Whether this worker speaks for all.
-        """
+        """Starts tracking a call of `fit`, whose data keep the order of the first run."""
         self._awaits_data, self._initial_epoch = True, model._initial_epoch
         if not is_chief:
             return
@@ -258,7 +252,6 @@ class FitProgress:
 
     @property
     def backups(self) -> list[keras.callbacks.BackupAndRestore]:
-        """The BackupAndRestore callbacks of `fit`."""
         return _backups(self._callbacks or ())
 
     @contextlib.contextmanager

@@ -23,9 +23,6 @@ class Resumed:
         model: The model, with its weights of then.
         facts: Facts of a `TrainingState`.
         weights: For each callback that keeps weights, a list of them.
-
-    Attributes:
-        facts, weights: As given.
     """
 
     def __init__(

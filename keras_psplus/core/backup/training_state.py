@@ -48,9 +48,6 @@ def states_of(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Collects the state of callbacks.
 
-    Args:
-        callbacks: The callbacks of a `fit`.
-
     Returns:
         Dict from callbacks' names to what can be turned into JSON, and a dict from names to arrays.
 
@@ -181,12 +178,7 @@ _FACTS, _OTHERS = "facts", "others"
 
 
 class TrainingState:
-    """The state of a `fit`, as arrays and as what can be turned into JSON.
-
-    Args:
-        facts: Dict of what can be turned into JSON.
-        arrays: Dict from names to arrays.
-    """
+    """The state of a `fit`, as arrays and as what can be turned into JSON."""
 
     def __init__(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.facts, self.arrays = facts, arrays
@@ -202,7 +194,6 @@ class TrainingState:
         """The present one.
 
         Args:
-            callbacks: The callbacks of its `fit`.
             position: Dict that says where in the data it is.
             has_value: Function of a variable that tells whether its value belongs to the state.
         """
@@ -225,7 +216,6 @@ class TrainingState:
 
     @classmethod
     def read(cls, folder: str, is_previous: bool = False) -> TrainingState:
-        """The state in a folder, or the one before."""
         path = file_utils.join(folder, TRAINING)
         with open_file(previous_path(path) if is_previous else path) as file:
             content = io.BytesIO(file.read())
@@ -234,7 +224,6 @@ class TrainingState:
         return cls(json.loads(arrays.pop(_FACTS).tobytes()), arrays)
 
     def write(self, folder: str) -> None:
-        """Writes it to a folder."""
         facts = np.frombuffer(json.dumps(self.facts).encode(), np.uint8)
         content = io.BytesIO()
         np.savez(content, **{_FACTS: facts}, **self.arrays)  # type: ignore[arg-type]
@@ -242,7 +231,6 @@ class TrainingState:
             file.write(content.getvalue())
 
     def assign_metrics(self, model: keras.Model) -> None:
-        """Gives a model's metrics what they had."""
         for i, variable in enumerate(model.metrics_variables):
             value = self.arrays.get(f"metrics/{i}")
             if value is not None and value.shape == tuple(variable.shape):
@@ -277,7 +265,6 @@ def check_model(
     """Sees that a state is one of a model, whose optimizers have been built.
 
     Args:
-        folder: Where it lies.
         with_optimizers: Whether optimizers have to be the same.
 
     Raises:

@@ -35,10 +35,6 @@ def check_compile_arguments(
 ) -> None:
     """Checks the arguments of `compile()`.
 
-    Args:
-        arguments: Those that `compile` was given, by name.
-        can_run_eagerly: Whether the strategy's steps can run eagerly.
-
     Raises:
         ValueError: If what the strategy cannot run eagerly is asked for, an optimizer or a metric
             belongs to another scope, gradients would be accumulated twice, or a layer keeps states
@@ -171,7 +167,6 @@ class KerasRSPlacement:
                 table.placement = PARAMETER_SERVER
 
     def make_layers(self, call: Call) -> None:
-        """Makes the embeddings of the tables."""
         call.proceed()
         for path, config in call.get("feature_configs").items():
             wish = config.table.placement

@@ -73,9 +73,6 @@ class BackgroundWriter:
     def start(self, write: Callable[[], None]) -> None:
         """Begins to write, once what was begun before is done.
 
-        Args:
-            write: Function without arguments.
-
         Raises:
             Exception: What the one before has raised.
         """
@@ -93,7 +90,6 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is written now."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -122,12 +118,6 @@ def start(function: Callable[[], Any], name: str) -> concurrent.futures.Future[A
 
     Unlike the threads of an executor, it does not keep the process from ending: what it waits for,
     data or a worker, may never come.
-
-    Args:
-        function: Function without arguments.
-
-    Returns:
-        Future of what the function returns or raises.
     """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 

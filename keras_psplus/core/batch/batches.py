@@ -39,7 +39,6 @@ class LastRow:
 
         Args:
             data: Structure of tensors.
-            rows: How many rows that are: an int or a tensor.
             replica: What tells this replica from the others of this process.
 
         Returns:
@@ -174,10 +173,7 @@ class World(NamedTuple):
     replicas: int
 
     def bounds(self, rows: int | tf.Tensor, local_replica: int) -> tuple[Any, ...]:
-        """Row range `[first, end)` of a local replica.
-
-        `rows` is an int or a tensor.
-        """
+        """Row range `[first, end)` of a local replica."""
         rank = self.rank + local_replica
         return tuple((r * rows + self.replicas - 1) // self.replicas for r in (rank, rank + 1))
 
@@ -213,10 +209,7 @@ class World(NamedTuple):
 
 
 def rows_of(data: Any) -> int | tf.Tensor | None:
-    """Number of rows of a structure of tensors.
-
-    An int if it is static, else a tensor.
-    """
+    """Number of rows of a structure of tensors: an int if it is static."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.RaggedTensor):
             return tf.cast(leaf.nrows(), tf.int32)
@@ -256,7 +249,6 @@ class OwnRows(NamedTuple):
 
         Args:
             rows: 1-D tensor of equal values, the number of rows of the global batch.
-            data: Structure of tensors.
             pads: Whether a replica without rows gets one that does not count.
         """
         of_batch = self.batch_size if self.is_even else rows[0]
@@ -267,7 +259,6 @@ def split(data: Any, world: World, pads: bool = True) -> Shards:
     """Cuts a global batch into the `Shards` of this worker.
 
     Args:
-        data: Structure of tensors.
         pads: Whether a replica without rows gets one that does not count.
     """
     rows = rows_of(data)

@@ -101,7 +101,6 @@ def forms_of(gradients: Grads, variables: Sequence[Any]) -> list[Form | None]:
 
     Args:
         gradients: The gradients; some may lack a static shape.
-        variables: Their variables.
 
     Returns:
         List with the `Form` of each gradient, None for None.

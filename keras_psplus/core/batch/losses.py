@@ -66,7 +66,6 @@ def note_gradients(
     """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:
-        call: The call of the tape.
         grads: What the tape has returned, scaled by the batch fraction.
         note: Function of gradients and their variables that returns what stands for them.
     """

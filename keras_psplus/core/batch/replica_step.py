@@ -76,7 +76,6 @@ class ReplicaStep:
         raise NotImplementedError
 
     def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
-        """Multiplies by the replica's fraction of the global batch."""
         return value * tf.cast(self.batch_fraction(), value.dtype)
 
     def result_of(self, metric: keras.metrics.Metric, result: Callable[..., Any]) -> Any:
@@ -88,7 +87,6 @@ class ReplicaStep:
         return value
 
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
-        """Divides by the replica's fraction of the global batch."""
         raise NotImplementedError
 
     def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -97,7 +95,6 @@ class ReplicaStep:
 
 
 def current_step_with_batch_fraction() -> ReplicaStep | None:
-    """The current step of this thread if its batch fraction is known, else None."""
     step = current_step()
     return step if step is not None and step.has_batch_fraction else None
 
@@ -196,7 +193,6 @@ class TrafficVariables:
         return 0.0 if self._seconds is None else float(self._seconds.numpy())
 
     def traffic(self) -> list[Traffic]:
-        """List of `Traffic`."""
         sums: dict[Key, tuple[int, ...]] = {}
         # Another thread may be tracing a step.
         for (_, keys), variable in list(self._totals.items()):

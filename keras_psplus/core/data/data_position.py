@@ -165,7 +165,6 @@ def check(iterator: Any, saved: dict[str, int | None], epoch: int, batch: int) -
     """Checks that training resumes with the same data, and logs differences.
 
     Args:
-        iterator: Keras's epoch iterator.
         saved: What `layout_of` has returned for the data of the backup.
         epoch, batch: Where training goes on.
 

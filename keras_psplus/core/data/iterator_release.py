@@ -34,11 +34,7 @@ _UNUSED = 2
 
 
 class Dataset:
-    """A dataset whose iterators are destroyed in separate threads.
-
-    Attributes:
-        of: That dataset.
-    """
+    """A dataset whose iterators are destroyed in separate threads."""
 
     def __init__(self, dataset: tf.data.Dataset | tf.distribute.DistributedDataset) -> None:
         self.of = dataset
@@ -59,7 +55,6 @@ def release_elsewhere(iterator: Any, dataset: Any) -> None:
     Args:
         iterator: A `tf.data.Iterator` or `tf.distribute.DistributedIterator`; others are left
             alone.
-        dataset: The dataset that it is of.
     """
     if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
         _releaser.add(_handles(iterator), (dataset, _functions(iterator)))
@@ -105,9 +100,7 @@ class _Kept:
     The thread is started with the iterator: while the interpreter ends, none can be started.
 
     Attributes:
-        handles: The handles.
         others: What is to outlive the iterator.
-        thread: The thread.
     """
 
     def __init__(self, handles: list[Any], others: Any) -> None:

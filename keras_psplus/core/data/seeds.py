@@ -114,7 +114,6 @@ def agree(control: ControlPlane, with_tensorflow: bool = False) -> None:
     """Has all workers draw the same numbers from here on, unless they do already.
 
     Args:
-        control: Control plane of all workers.
         with_tensorflow: Whether operations of TensorFlow's without a seed draw them, too: as for
             workers that compute with the same rows. Others had better draw their own noise.
     """

@@ -112,8 +112,6 @@ class CompiledCalls:
 
         Args:
             original: Function of the layer and its arguments that calls it.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
         """
         function = functools.partial(original, layer)
         if self._is_cut(layer):
@@ -141,7 +139,6 @@ class CompiledCalls:
         Args:
             function: Function of the arguments that calls the layers.
             layers: The layers, among other operations of a model.
-            kwargs: Keyword arguments.
             key: Where a function is for several calls in one graph: what they have in common.
             device: Name of the device that it runs on, if its variables may be on others.
 

@@ -47,9 +47,6 @@ def missing_kernels(graph: tf.Graph) -> list[str]:
 def missing_of(graph: tf.Graph, operations: Iterable[tf.Operation]) -> list[str]:
     """Types of some operations, and of functions that they call, that XLA lacks.
 
-    Args:
-        operations: Some of its operations.
-
     Returns:
         Sorted list of names.
     """
@@ -112,7 +109,6 @@ class CompiledFunction:
         function: Function of the arguments.
         layers: Function that lists the layers that it calls, and those inside of them.
         args: Arguments of the first call; others may differ in their tensors.
-        kwargs: Its keyword arguments.
 
     Attributes:
         kind: Beginning of its graph's name, by which its gradient is known.
@@ -150,7 +146,6 @@ class CompiledFunction:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables that it reads or changes."""
         return list(self._graph.variables)
 
     @property

@@ -238,9 +238,6 @@ class MetricLosses:
     def of_batch(self, value: tf.Tensor) -> tf.Tensor | None:
         """The number that a scalar would be with the losses of the global batch.
 
-        Args:
-            value: Scalar tensor.
-
         Returns:
             Scalar tensor, or None if no loss is in it. Of eager tensors, only losses are known.
         """
@@ -267,11 +264,7 @@ def _graph_of(tensor: tf.Tensor) -> tf.Graph | None:
 def update_state(
     losses: MetricLosses, metric: keras.metrics.Metric, update: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A metric's method `update_state`, in whose call losses are local.
-
-    Args:
-        update: Its bound method.
-    """
+    """A metric's method `update_state`, in whose call losses are local."""
 
     @functools.wraps(update)
     def update_with_local_losses(*args: Any, **kwargs: Any) -> Any:

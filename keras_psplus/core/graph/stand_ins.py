@@ -70,7 +70,6 @@ class TapeCall:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the gradients are eager tensors."""
         return self.graph is None
 
     def graph_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -348,7 +347,6 @@ def nonlinear_use(
     """Type of an operation that is not linear in loops' results, or None.
 
     Args:
-        gradient: What has been computed.
         bodies: Names of the loops' bodies in which gradients were taken.
         variables: The variables that they are the gradients of. What is returned for each row has
             another shape than they have.

@@ -121,11 +121,7 @@ def nodes_of(operation: tf.Operation) -> Iterator[Any]:
 
 
 def dependent_outputs(operation: tf.Operation, inputs: Collection[int]) -> set[int]:
-    """The numbers of an operation's outputs that depend on some of its inputs.
-
-    Args:
-        inputs: Numbers of inputs.
-    """
+    """Numbers of an operation's outputs that depend on inputs, given by their numbers."""
     found = _dependent(operation.graph, operation.node_def, set(inputs))
     return set(range(len(operation.outputs))) if found is None else found
 
@@ -287,11 +283,7 @@ def operations_before(tensors: Sequence[tf.Tensor], sources: Any) -> list[tf.Ope
 
 
 def with_inputs(waiting: list[tf.Operation]) -> set[tf.Operation]:
-    """Some operations, and all that they need.
-
-    Args:
-        waiting: List of operations, which is used up.
-    """
+    """Some operations, and all that they need; the list is used up."""
     found = set()
     while waiting:
         op = waiting.pop()

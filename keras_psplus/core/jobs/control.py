@@ -49,7 +49,6 @@ class ControlPlane:
     """Compares and exchanges texts between the workers of one job.
 
     Args:
-        task: `keras_psplus.cluster.TaskConfig` of this process.
         timeout: Seconds to wait for a peer at the same point of the script before giving up.
         stall_warning: Seconds after which it is said for whom it waits; None for never.
         silent: Function that returns the names of workers that have been silent for too long.
@@ -354,7 +353,6 @@ def run_on_chief(
 
     Args:
         control: `core.jobs.control.ControlPlane`, or None if there is one worker.
-        what: What it is, for messages.
         work: Function without arguments that returns what can be turned into JSON.
 
     Returns:

@@ -29,7 +29,6 @@ class EpochTimes:
         self._times: dict[str, StepTimes] = {}
 
     def begin(self) -> None:
-        """The steps of an epoch begin."""
         if self._progress is not None:
             self._progress.begin_epoch()
             self._begun, self._times = self._progress.times(), {}
@@ -79,7 +78,6 @@ def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
 
     Args:
         packed: What `EpochTimes.packed` has returned on each worker.
-        is_chief: Whether this process writes logs.
     """
     if not is_chief:
         return

@@ -229,9 +229,6 @@ def raise_if_ended(task: TaskConfig, text: str) -> None:
     """Raises PeerLostError if a text is another task's report of its failure.
 
     The error has the cause that the report names.
-
-    Args:
-        text: Anything.
     """
     global _ended_address
     found = _ENDED.search(text)
@@ -371,7 +368,6 @@ def mark_failed() -> None:
 
 
 def has_lost_tasks() -> bool:
-    """Whether a part of the cluster was lost."""
     return _has_failed
 
 

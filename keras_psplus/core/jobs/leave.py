@@ -34,7 +34,6 @@ def watch(task: TaskConfig, silent: Callable[[], Collection[str]]) -> None:
     """Has this worker leave in order when its script ends well.
 
     Args:
-        task: `TaskConfig` of this process.
         silent: Function that returns the names of workers that have been silent for too long.
     """
     has_ended = threading.Event()

@@ -52,7 +52,6 @@ class Preemption:
 
     Args:
         control: `ControlPlane` between the workers that run the script, or None.
-        name: Name of this process, for messages.
         alone: How many steps a worker may take without waiting for another.
     """
 
@@ -67,7 +66,6 @@ class Preemption:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy, control: ControlPlane | None) -> Preemption:
-        """Makes the one of a strategy's process."""
         task, updates = strategy.task, strategy.updates
         alone = 1 if updates is None else getattr(updates, "every", updates.steps)
         return cls(control, "this process" if task is None else task.name, alone)
@@ -120,9 +118,7 @@ class Preemption:
         """Saves the job after a batch, and ends this process, if one has got SIGTERM.
 
         Args:
-            progress: Progress of a `fit`.
             callbacks: Its callbacks, which have heard of the end of the batch.
-            save: Function that saves it.
         """
         is_told = SIGNAL.is_noted or self._is_server_told
         if progress.can_save and self.end_batch(_is_last(progress, callbacks), is_told):
@@ -165,11 +161,7 @@ class Preemption:
         return until
 
     def end(self, where: str) -> NoReturn:
-        """Ends this process, as the job is saved.
-
-        Args:
-            where: The place in the training, for people.
-        """
+        """Ends this process, as the job is saved."""
         if self._control is not None:
             # The chief has written everything, and nobody's end is another one's failure.
             self._control.exchange(_WHAT, "")

@@ -27,9 +27,6 @@ def lifted(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Context in which variables are made eagerly, out of the step that is being traced.
 
     TensorFlow makes those of a trace otherwise: beside no other variable, and of another class.
-
-    Args:
-        strategy: The strategy whose variables they are.
     """
     if tf.executing_eagerly():
         yield

@@ -158,9 +158,6 @@ def load(call: Call) -> Any:
 def check_built_in_scope(model: keras.Model, method: str) -> None:
     """Raises if the model was built outside the strategy's scope.
 
-    Args:
-        method: Name of its method that is called.
-
     Raises:
         ValueError: If the model was built outside of every strategy's scope while a strategy
             distributes training, and not in `single_process`.

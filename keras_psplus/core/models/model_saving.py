@@ -171,7 +171,6 @@ class _ShownPaths:
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything is being written."""
         return bool(self._shown)
 
     @contextlib.contextmanager

@@ -23,8 +23,6 @@ class Recovery:
     """Watches over all servers, in threads of the chief.
 
     Args:
-        servers: `servers.Servers`.
-        tables: `server_tables.ServerTables`.
         timeout: Seconds to wait for pushes that tell how much was lost.
     """
 
@@ -32,7 +30,6 @@ class Recovery:
         self._servers, self._tables, self._timeout = servers, tables, timeout
 
     def start(self) -> None:
-        """Begins to watch."""
         for index in range(len(self._servers)):
             threading.Thread(target=self._watch, args=(index,), daemon=True).start()
 

@@ -17,8 +17,6 @@ def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
     """Writes all tables; what was there before is deleted when it is no longer needed.
 
     Args:
-        servers: `servers.Servers`.
-        tables: List of `Table`s.
         directory: The folder; `full_path` has made it one path for all tasks.
 
     Raises:
@@ -40,9 +38,6 @@ def begin(
     Of a dynamic table they write the changes alone, if they are few beside the rows.
 
     Args:
-        servers: `servers.Servers`.
-        tables: List of `Table`s.
-        directory: The folder.
         chain: That of the list before, in the same folder.
 
     Returns:
@@ -65,8 +60,6 @@ def finish(
     """Waits until all servers have written; their files count once a list has them.
 
     Args:
-        servers: `servers.Servers`.
-        directory: The folder.
         content: What `begin` has returned.
         stems: Beginnings of the names of files that stay if a server cannot write; None if that
             is not known.
@@ -96,8 +89,6 @@ def load(servers: Servers, tables: Iterable[Table], directory: str) -> None:
 
     Args:
         servers: `servers.Servers`, any number of them.
-        tables: List of `Table`s.
-        directory: The folder.
 
     Raises:
         ValueError: If the folder has no such tables.
@@ -134,7 +125,6 @@ def request_of(
 
     Args:
         pairs: Tables and their entries in the list.
-        directory: The folder.
         listed: Content of the list.
         is_strict: Whether the optimizers must be those that the tables had.
 

@@ -26,8 +26,6 @@ class ServerTables(BackupTables):
     """Tables of one job's backups; methods that write and read are for the chief.
 
     Args:
-        servers: `servers.Servers`.
-        tables: `registry.Tables`.
         is_sync: Whether a lost server ends the job.
 
     Attributes:

@@ -85,9 +85,6 @@ class RowKey:
 
     They follow from the job's token and from the first process of a server, so that one that takes
     its place goes on with them. A variable holds them, as constants would be in saved graphs.
-
-    Args:
-        secret: `secret.Secret`.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -103,7 +100,6 @@ class RowKey:
             self._variable.assign(tf.constant(self._secret.key_words(_PURPOSE, process), tf.int64))
 
     def read(self) -> tf.Tensor:
-        """The integers, as a tensor."""
         return self._variable.read_value()
 
 
@@ -114,7 +110,6 @@ def with_key_check(
 
     Args:
         function: `tf.function` with a signature, which is not called if the key is wrong.
-        key: `RowKey`.
     """
 
     @tf.function(
@@ -188,8 +183,6 @@ class RpcClient:
         """Begins a call.
 
         Args:
-            method: The method's name.
-            args: List of tensors.
             dtype: Of the one tensor that it returns.
             shape: Its shape, as far as it is known.
 
@@ -214,7 +207,6 @@ class RpcClient:
         return wait
 
     def call(self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Shape) -> tf.Tensor:
-        """Calls a method and waits for its answer."""
         return self.start(method, args, dtype, shape)()
 
     def _call(self, method: str, args: list[tf.Tensor]) -> Future:

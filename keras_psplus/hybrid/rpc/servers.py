@@ -44,7 +44,6 @@ class ControlLink:
     Args:
         name: The server's task name, such as `"ps-0"`.
         address: Its `host:port`.
-        secret: `secret.Secret` of the job's token.
         timeout: Seconds that a request may take without progress.
     """
 
@@ -162,8 +161,6 @@ class Servers:
     """The parameter servers of a job.
 
     Args:
-        task: `TaskConfig` of this process.
-        secret: `secret.Secret` of the job's token.
         timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
@@ -202,7 +199,6 @@ class Servers:
         return len(self._peers)
 
     def new_links(self) -> list[RpcClient]:
-        """A new link to each server."""
         return [
             RpcClient(*peer, self._timeout, self._patience, self._recovers, key, self._has_begun)
             for peer, key in zip(self._peers, self._row_keys)
@@ -277,9 +273,6 @@ class Servers:
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
         """Asks all servers for something, and waits until all of them have done it.
 
-        Returns:
-            Their answers.
-
         Raises:
             TableServerError: The first one's, if some have not.
         """
@@ -322,7 +315,6 @@ class Servers:
         """Gives a server that was started again what the one before had.
 
         Args:
-            index: The server's index.
             link: What `find_restarted` has returned.
             load: From where it loads its rows: arguments of the request `"load"`.
 
@@ -368,7 +360,6 @@ class Servers:
         self._control[0].request("assigned", key=key, slot=slot)
 
     def assignments(self, key: int, slot: int) -> int:
-        """Number of assignments reported for a table's slot."""
         return self._control[0].request("assignments", key=key, slot=slot)["count"]
 
     def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:

@@ -50,7 +50,6 @@ class Tickets:
 
         Args:
             client: What tells its client from others.
-            number: The request's.
             read: The number up to which the client has all answers.
 
         Returns:
@@ -77,7 +76,6 @@ class Tickets:
             return self._clients[client].answers.get(number, _LATE)
 
     def __len__(self) -> int:
-        """Number of requests on record."""
         return sum(len(client.answers) for client in self._clients.values())
 
 

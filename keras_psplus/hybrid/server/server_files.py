@@ -60,7 +60,6 @@ class ServerFiles:
         When this returns, they may be changed.
 
         Args:
-            directory: The folder.
             stem: How the files' names begin.
             follows: Beginnings of the names of files of all rows, and of changes since, in their
                 order: of dynamic tables, what has changed since the last of them is enough.
@@ -105,7 +104,6 @@ class ServerFiles:
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is written now."""
         return self._writer.is_writing
 
     def end_save(self) -> dict[str, Any]:
@@ -138,7 +136,6 @@ class ServerFiles:
         """Reads this server's rows of tables.
 
         Args:
-            directory: The folder.
             stems: How the files' names begin: those of all rows, and of changes since, in order.
             servers: How many servers have written them.
             tables: List of triples: a table's number, its number in the files, and how many
@@ -173,7 +170,6 @@ class ServerFiles:
         """Reads how many updates this server's rows have seen; what came later is lost.
 
         Args:
-            directory: The folder.
             stem: How the files' names begin.
             tables: List of pairs: a table's number, and its number in the files.
         """

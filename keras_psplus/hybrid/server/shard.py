@@ -140,7 +140,6 @@ class TableShard:
         return makers
 
     def pushes(self) -> list[int]:
-        """Number of pushes of each replica."""
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self) -> Method:

@@ -61,7 +61,6 @@ class Folders:
         """Sees that what is asked for would be written below one of them.
 
         Args:
-            directory: The folder.
             stem: How the names of files in it begin.
 
         Raises:
@@ -98,7 +97,6 @@ class TableServer:
     """Serves this task's shards.
 
     Args:
-        task: `TaskConfig` of this process.
         secret: What every client has to know, the `secret.Secret` of the job's token.
         options: Dict of what `TableShard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
@@ -377,8 +375,6 @@ def serve(
     """Serves tables until the chief has ended.
 
     Args:
-        task: `TaskConfig` of this ps task.
-        secret: `secret.Secret` of the job's token.
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         startup_timeout: Seconds to wait for the chief.

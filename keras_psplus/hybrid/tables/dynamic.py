@@ -31,7 +31,6 @@ class DynamicTable(Table):
     """Keys and rows that lie on parameter servers, shared out by hashes of the keys.
 
     Args:
-        servers: `servers.Servers` of the job.
         spec: Dict with the table's `key` (its number), `name` and `dim`, and what a `RowStore` has.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
@@ -77,7 +76,6 @@ class DynamicTable(Table):
             self._contents.write(slot, value)
 
     def snapshot(self) -> Snapshot:
-        """Contents of the table."""
         with tf.init_scope():
             return self._contents.snapshot()
 
@@ -179,14 +177,12 @@ class DynamicVariable(Checkpointed, TableVariable):
         return lookup(self, keys, trains)
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer, name: str) -> DynamicVariable:
-        """Value of one more slot of an optimizer."""
         return self.of_slot(name, self.table.new_slot(optimizer))
 
     def of_slot(self, name: str, slot: int) -> DynamicVariable:
         return DynamicVariable(self.table, name, False, self._tables, self._lookup, slot)
 
     def read_snapshot(self) -> Snapshot:
-        """Contents of the table."""
         return self.table.snapshot()
 
     def read_changes(self, mark: Any) -> Changes:

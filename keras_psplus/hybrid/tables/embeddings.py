@@ -29,9 +29,6 @@ class TableVariable(CompositeVariable):
     """Variable for a table on parameter servers, or for a slot of its optimizer.
 
     Args:
-        table: `table.Table`.
-        name: The variable's name.
-        trainable: Whether it is trained.
         tables: `registry.Tables` of the job, with all workers of which it is assigned.
         lookup: Function of this variable and of ids that looks rows up, as a part of a step.
         slot: 0 for the table itself, else the number of the slot.
@@ -102,7 +99,6 @@ class TableVariable(CompositeVariable):
         self._tables.note_followed(self.table, self.slot)
 
     def of_slot(self, name: str, slot: int) -> TableVariable:
-        """A variable for another slot of the same table."""
         return TableVariable(self.table, name, False, self._tables, self._lookup, slot)
 
     def __repr__(self) -> str:
@@ -125,12 +121,7 @@ _EMBED_REDUCE = "keras_rs.src.layers.embedding.embed_reduce.EmbedReduce.call"
 
 
 class Slot:
-    """An initializer for an optimizer's slot of a table, which its servers have made already.
-
-    Args:
-        value: The table's `TableVariable`.
-        number: The slot's number.
-    """
+    """An initializer for an optimizer's slot of a table, which its servers have made already."""
 
     def __init__(self, value: TableVariable, number: int) -> None:
         self._value, self._number = value, number
@@ -139,7 +130,6 @@ class Slot:
         return tf.zeros(shape, dtype)
 
     def variable(self, name: str) -> TableVariable:
-        """The `TableVariable` of the slot."""
         return self._value.of_slot(name, self._number)
 
 

@@ -38,7 +38,6 @@ class TablePlacement:
 
     @property
     def on_servers(self) -> bool:
-        """Whether it lies on parameter servers."""
         return self.where == PARAMETER_SERVER
 
 
@@ -50,14 +49,10 @@ class TablePlacer:
             to one of these, or a function of a path, a number of rows and one of numbers in a row
             that returns one of these.
         min_table_bytes: Smaller tables stay on the workers under `"auto"`.
-        replicas: Number of replicas.
         pull_width: Function from the numbers in a row to the words that a worker reads for it.
         push_width: The same for a row's gradient.
         cache: A `Cache` of each table on the servers, a dict from patterns of variables' paths to
             these, or None.
-
-    Raises:
-        ValueError: If the rule is none of these.
     """
 
     def __init__(
@@ -81,8 +76,6 @@ class TablePlacer:
         """The `TablePlacement` on a table; it is noted for `report`.
 
         Args:
-            path: Path of the variable.
-            rows: Number of rows.
             dim: Numbers in a row.
             wish: What the layer itself says, before any rule, or None.
         """
@@ -173,11 +166,6 @@ class TablePlacer:
 
 
 def check_placement(rule: _Rule) -> _Rule:
-    """Returns a rule that a user gives for `placement`.
-
-    Raises:
-        ValueError: If it is none.
-    """
     choices = list(rule.values()) if isinstance(rule, dict) else [rule]
     if not callable(rule) and any(choice not in _CHOICES for choice in choices):
         raise ValueError(
@@ -189,11 +177,6 @@ def check_placement(rule: _Rule) -> _Rule:
 
 
 def check_caches(cache: _Caches, prefetch: bool) -> None:
-    """Checks what a user gives for `cache`, beside `prefetch`.
-
-    Raises:
-        ValueError: If it is no cache, or has no meaning beside it.
-    """
     if cache is None:
         return
     caches = list(cache.values()) if isinstance(cache, dict) else [cache]
@@ -218,13 +201,10 @@ class Tables:
     """Makes tables and their optimizers, in the same order on all workers.
 
     Args:
-        servers: `servers.Servers`.
         control: `core.jobs.control.ControlPlane`, or None if there is one worker.
         is_chief: Whether this worker speaks for all.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
-        rows_ahead: `RowsAhead` of this process.
-        row_caches: `RowCaches` of this process.
     """
 
     def __init__(
@@ -256,9 +236,6 @@ class Tables:
             shape: Rows and numbers in a row.
             initializer: Serialized initializer.
             cache: What `check_cache` has made of its cache, or None.
-
-        Returns:
-            `Table`.
         """
         key = len(self.all)
         spec = {"key": key, "name": name, "rows": shape[0], "dim": shape[1]}
@@ -276,10 +253,6 @@ class Tables:
 
         Args:
             spec: What a `RowStore` takes.
-            make: `DynamicTable`.
-
-        Returns:
-            `DynamicTable`.
         """
         spec = {**spec, "key": len(self.all)}
         refusal = self._made("table", spec=spec)
@@ -294,11 +267,7 @@ class Tables:
     def set_optimizer(
         self, table: Table, optimizer: keras.optimizers.Optimizer, weight_decay: float | None
     ) -> None:
-        """Gives a table the optimizer that updates it from now on.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Gives a table the optimizer that updates it from now on."""
         if table.optimizer is optimizer:
             return
         config = config_of(optimizer, weight_decay, table.constraint, table.regularizer)

@@ -145,12 +145,7 @@ def with_lookahead(rows_ahead: RowsAhead, fn: Callable[..., Any]) -> Callable[..
 
 
 class Lookahead:
-    """Context of one replica's step that knows the batch after its own.
-
-    Args:
-        rows_ahead: `RowsAhead` of this process.
-        pair: `BatchAndNext`.
-    """
+    """Context of one replica's step that knows the batch after its own."""
 
     def __init__(self, rows_ahead: RowsAhead, pair: BatchAndNext) -> None:
         self._rows_ahead, self._is_there = rows_ahead, pair.is_there
@@ -174,12 +169,7 @@ class Lookahead:
                 self._rows_ahead.hold(table).assign(1, read_value=False)
 
     def on_padded_batch(self, batch: Any, padded: Any) -> None:
-        """Notes what the step computes with in the place of its batch.
-
-        Args:
-            batch: Structure of tensors, the step's batch.
-            padded: As `batch`.
-        """
+        """Notes what the step computes with in the place of its batch."""
         pairs = zip(*(tf.nest.flatten(data, expand_composites=True) for data in (batch, padded)))
         for own, other in pairs:
             if tf.is_tensor(own) and own.ref() in self._following:
@@ -197,7 +187,6 @@ class Lookahead:
         """Takes rows that have been read ahead, and reads ahead.
 
         Args:
-            table: `Table`.
             indices: What the step looks up.
             ids: The same as distinct row numbers in range.
             ready: List of tensors that are there when the table can be read.

@@ -402,7 +402,6 @@ class RowCaches:
         return before
 
     def read_again(self) -> None:
-        """Has all copies be read again."""
         for cache in self._caches.values():
             cache.forget()
 

@@ -24,7 +24,6 @@ class Table:
     """Rows that lie on parameter servers: row `r` on server `r % servers`.
 
     Args:
-        servers: `servers.Servers` of the job.
         key: The table's number.
         name: Path of its variable, for messages.
         shape: Tuple of rows and numbers in a row.
@@ -62,7 +61,6 @@ class Table:
         self._links: dict[tuple[str, int], list[RpcClient]] = {}
 
     def method(self, what: str) -> str:
-        """The name of a method of this table."""
         return calls.method(self.key, what)
 
     def new_slot(self, optimizer: keras.optimizers.Optimizer) -> int:
@@ -149,7 +147,6 @@ def pull(
     """Brings rows.
 
     Args:
-        table: `Table`.
         ids: int64 vector of distinct row numbers in range.
         replica: Index of the local replica that asks.
         most: How many ids there are at most, if the graph can tell.
@@ -217,7 +214,6 @@ def push(
     """Sends gradients of rows.
 
     Args:
-        table: `Table`.
         slices: Pair of an int64 vector of distinct row numbers and their float32 gradients.
         replica: Index of the local replica that sends.
         header: Triple of int64 scalars: the replica's rank, its number of pushes before this one,
@@ -299,7 +295,6 @@ def commit(
     """Has the servers apply what waits.
 
     Args:
-        table: `Table`.
         replica: Index of the local replica that says so.
         header: Pair of int64 scalars: pushes before this one, and the optimizer's iterations.
         numbers: float32 vector: what to scale the gradient by, learning rate, and scalars of the

@@ -82,7 +82,6 @@ class Clocks:
         )
 
     def give(self, worker: int) -> None:
-        """Notes that a worker is given a step."""
         self._given[worker] += 1
 
     def slower(self, idle: int) -> int | None:
@@ -102,12 +101,10 @@ class Clocks:
         return max(slower, key=self._waiting, default=None)
 
     def move(self, giver: int, taker: int) -> None:
-        """Notes that a worker takes another one's step."""
         self._given[giver] -= 1
         self._given[taker] += 1
 
     def finish(self, worker: int) -> None:
-        """Notes that a worker has done a step."""
         self._done[worker] += 1
 
 

@@ -30,7 +30,6 @@ def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set
 
     Args:
         spec: Dict from jobs to lists of addresses.
-        protocol: TensorFlow's name of how tasks talk to one another.
         absent: Numbers of the workers that are not there.
     """
     # As `ParameterServerStrategy` of TensorFlow does, but for absent workers.

@@ -183,11 +183,7 @@ class Reconnection:
 
 
 def retire_leaving(queue: ClosureQueue, told_to_end: Callable[[], Iterable[str]]) -> None:
-    """Gives workers no more steps that are told to end, until the queue is closed.
-
-    Args:
-        told_to_end: Function that returns the names of the workers that are told to end.
-    """
+    """Gives workers no more steps that are told to end, until the queue is closed."""
     before: set[str] = set()
     while not queue.is_closed:
         told = set(told_to_end())

@@ -115,7 +115,6 @@ class Closure:
         self.fail(tf.errors.CancelledError(None, None, f"{self.about} was cancelled"))
 
     def get(self) -> Any:
-        """Waits for its end; returns the result, or raises the error."""
         self._is_over.wait()
         if self._error is not None:
             raise self._error
@@ -236,7 +235,6 @@ class ClosureQueue:
         return not running or (waiting[0].may_overlap and running[0].may_overlap)
 
     def end(self, closure: Closure, error: BaseException | None = None) -> None:
-        """Notes that a closure has ended."""
         with self._lock:
             self._forget(closure)
             if closure.home is not None:
@@ -366,7 +364,6 @@ class ClosureQueue:
             return set() if self.is_closed else set(self.lost)
 
     def welcome(self, worker: int) -> None:
-        """Notes that a worker is back."""
         with self._lock:
             self.lost.discard(worker)
             self._clocks.welcome(worker)

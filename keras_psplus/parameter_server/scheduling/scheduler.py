@@ -31,9 +31,6 @@ class Lane:
 
     A worker has one for each closure that it may have under way, so that one may be read while
     another computes and a third one is sent.
-
-    Args:
-        queue: `ClosureQueue` that it takes them from.
     """
 
     def __init__(self, worker: RemoteWorker, queue: ClosureQueue) -> None:
@@ -165,7 +162,6 @@ class Scheduler:
             about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
-            make: `Closure`, or a function that makes one.
         """
         self._enough = 1 + (self._window if may_overlap else 1)
         if ticket is None:
@@ -197,7 +193,6 @@ class Scheduler:
         self._check_workers()
 
     def _wait_until(self, condition: Callable[[], Any]) -> None:
-        """Waits for a condition or a worker's error."""
         looked = time.monotonic()
         while True:
             with self.queue.changed:

@@ -36,7 +36,6 @@ class WorkerTimes:
         progress.times, progress.begin_epoch = self.times, self._begin_epoch
 
     def times(self) -> dict[str, StepTimes]:
-        """Dict from tasks to the `StepTimes` of the steps that are done."""
         with self._lock:
             return dict(self._times)
 

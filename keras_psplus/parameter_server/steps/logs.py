@@ -54,7 +54,6 @@ class ClosureTotals:
 
     @property
     def has_seeds(self) -> bool:
-        """Whether a seed is among the variables."""
         return bool(self._is_seed.any())
 
     @property
@@ -116,8 +115,6 @@ def are_same(variables: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class LogForm(NamedTuple):
-    """Name, NumPy dtype and shape of one log."""
-
     name: str
     dtype: Any
     shape: tuple[int, ...]
@@ -127,7 +124,6 @@ class LogNotes(NamedTuple):
     """Layout of the logs in a step's result vector.
 
     Attributes:
-        forms: List of `LogForm`s.
         computed: `metric_logs.MetricLogs`: the logs that the chief computes once more.
         states: Numbers of the closure variables that are the states of metrics.
         size: How many numbers of the vector are logs, and what these are computed from.
@@ -165,7 +161,6 @@ def changes_and_logs(
     Each would cost a separate message.
 
     Args:
-        results: List of what the steps have returned.
         metrics: Function of closure variables that returns a flat dict of results of metrics, of a
             step that several workers take together; else None.
 

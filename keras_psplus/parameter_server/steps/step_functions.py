@@ -93,7 +93,6 @@ def spec_of_tensors(element_spec: Any, batch: Any) -> Any:
 
 
 def weights(model: keras.Model) -> list[tf.Variable]:
-    """TensorFlow's variables of a model's weights."""
     return [variable._value for variable in model.weights]
 
 

@@ -97,12 +97,7 @@ class WorkerReplicaStep(ReplicaStep):
         gradients: Iterable[Gradient | None],
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        """Raises ValueError if the step has computed with this worker's part of a gradient.
-
-        Args:
-            gradients: What an optimizer is to apply.
-            optimizer: That optimizer.
-        """
+        """Raises ValueError if the step has computed with this worker's part of a gradient."""
         for call in self._calls:
             changed = any(
                 call.has_made(one) or call.was_changed_inside(one) or call.was_changed_outside(one)

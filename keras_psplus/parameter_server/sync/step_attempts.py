@@ -60,7 +60,6 @@ class StepAttempts:
         self._steps = self._logged = 0
 
     def begin(self, shares: int, workers: int) -> Attempt:
-        """A new `Attempt`, with so many shares, for so many workers."""
         wanted = max(1, min(shares, workers - self.backup_workers))
         return Attempt(next(self._stamps), wanted)
 
@@ -71,7 +70,6 @@ class StepAttempts:
 
     @property
     def dropped(self) -> int:
-        """Number of gradients that were dropped."""
         return self._dropped.total()
 
     def log_dropped(self) -> None:

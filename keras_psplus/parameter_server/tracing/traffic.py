@@ -59,12 +59,10 @@ class TransferTimer:
         self.at_arrival: Callable[[tf.Operation], None] | None = None
 
     def note_pull(self, value: tf.Tensor) -> None:
-        """Notes a value that a worker reads."""
         if ops.get_default_graph() is self._graph:
             self._pulled.append(value)
 
     def note_push(self, gradients: Any, operations: Iterable[tf.Operation]) -> None:
-        """Notes that gradients have been pushed, by some operations."""
         leaves = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         self.end_of_pulls(leaves)
         ready = time_after(leaves)
@@ -304,7 +302,6 @@ class TrafficSummary:
         return 2 * len(self._counted) + len(self._timed) + 2
 
     def of_call(self, counts: np.ndarray) -> CallCosts:
-        """The costs of one call."""
         pairs, times = np.split(counts, [2 * len(self._counted)])
         traffic, parts = list(self.certain.items()), dict(zip(self._timed, times.tolist()))
         for key, pair in zip(self._counted, np.reshape(pairs, [-1, 2])):
@@ -367,7 +364,6 @@ class TrafficTotals:
         self.seconds = 0.0
 
     def add(self, summary: TrafficSummary, counts: np.ndarray) -> CallCosts:
-        """Adds what one call has cost, and returns it."""
         costs = summary.of_call(np.asarray(counts))
         with self._lock:
             self.seconds += costs.seconds
@@ -376,7 +372,6 @@ class TrafficTotals:
         return costs
 
     def traffic(self) -> list[Traffic]:
-        """List of `Traffic`."""
         with self._lock:
             totals = {key: [int(n) for n in numbers] for key, numbers in self._bytes.items()}
         return [

@@ -241,7 +241,6 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
 
     @property
     def is_seed(self) -> bool:
-        """Whether it is the state of a seed generator."""
         return self.kind == "seed"
 
     @property
@@ -263,7 +262,6 @@ class ClosureVariable(resource_variable_ops.BaseResourceVariable, core.Tensor):
 
 
 def is_on_ps(variable: tf.Variable) -> bool:
-    """Whether a variable of TensorFlow's lies on a parameter server."""
     return "/job:ps/" in (getattr(variable, "device", None) or "")
 
 

@@ -64,7 +64,6 @@ class GradientSum(NamedTuple):
         return tf.raw_ops.QueueDequeueV2(handle=queue, component_types=types)
 
     def add(self, gradient: Gradient, stamp: tf.Tensor) -> None:
-        """Adds a gradient of an attempt."""
         with tf.device(self.target.device):
             if self.has_rows:
                 tf.raw_ops.QueueEnqueueV2(
@@ -185,7 +184,6 @@ def add(
         pairs: List of pairs of a gradient, or a sharded variable's `ShardParts`, or None, and a
             variable.
         stamp: Int64 scalar, the number of the attempt.
-        prefix: Of the resources' names.
         after: Function of a variable or shard: operations that its gradient is added after.
         joins: By ids of variables, `duplicate_rows.whole_of` their gradients.
 

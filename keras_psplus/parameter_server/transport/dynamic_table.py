@@ -34,8 +34,6 @@ class Servers(NamedTuple):
     """The servers that share a table's keys.
 
     Attributes:
-        devices: Their devices, in order.
-        prefix: Of the names of resources.
         settle: Function that waits for steps that are under way.
     """
 
@@ -178,7 +176,6 @@ class PlacedTable(LocalTable):
         return as_read(self, rows)
 
     def split(self, gradient: Any) -> list[tf.IndexedSlices]:
-        """Splits a gradient by server."""
         if isinstance(gradient, ShardParts):
             return list(gradient)
         owners = owners_of(gradient.indices, len(self.shards))

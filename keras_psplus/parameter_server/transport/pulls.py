@@ -160,7 +160,6 @@ class Pulls:
         return value
 
     def _in_turn(self, part: tf.Variable, home: tf.Graph) -> contextlib.AbstractContextManager[Any]:
-        """Context of reading on a server."""
         if self.turn is None or worker_function.handle_of(part) is not None:
             return contextlib.nullcontext()
         return ops.control_dependencies(self.turn.start_on(part.device, home))

@@ -60,7 +60,6 @@ def join(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> Any:
     """The batch again, in a function that is being traced.
 
     Args:
-        parts: What `cut` has returned.
         structure: A structure like the batch.
         count: Number of micro-batches of all pipelines.
         step: `PipelineStep`, which is told about the micro-batches: what only these need of a

@@ -34,7 +34,6 @@ class JoinedCalls:
         """Calls a function for one micro-batch, and returns its outputs.
 
         Args:
-            function: Function without arguments.
             inputs: Structure of the tensors that it is given.
         """
         given = differentiable(inputs)

@@ -15,11 +15,7 @@ from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_m
 
 
 def rows_of_spec(structure: Any) -> int | None:
-    """Rows of a batch, by its first part that tells; None if none does.
-
-    Args:
-        structure: Structure of things with shapes.
-    """
+    """Rows of a batch, by its first part that tells; None if none does."""
     shapes = [tuple(leaf.shape) for leaf in tree.flatten(structure) if _has_rank(leaf)]
     return next((shape[0] for shape in shapes if shape and shape[0]), None)
 
@@ -99,9 +95,7 @@ def take(
     """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
 
     Args:
-        structure: Structure of tensors and of other things.
         rows: Rows of the batch.
-        first: The micro-batch's first row.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
         parts: Dict from ids of tensors to the micro-batch's known parts of them.
@@ -175,7 +169,6 @@ def join_losses(
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether something is a tensor, of any kind."""
     return isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
 
 

@@ -83,9 +83,6 @@ def before(actions: Actions) -> dict[tuple[str, int], list[tuple[str, int]]]:
     A forward waits for the preceding forward and the preceding backward, which bounds how many
     micro-batches are kept. A backward waits for nothing but its gradients, which arrive in order:
     so the stage is busy while tensors are being sent.
-
-    Args:
-        actions: One stage's part of a schedule.
     """
     last: dict[str, tuple[str, int]] = {}
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
@@ -158,9 +155,6 @@ def makespan(
 def most_kept(order: Actions) -> int:
     """Of how many micro-batches a stage keeps activations at once.
 
-    Args:
-        order: Its part of a schedule.
-
     Example:
 
     ```python
@@ -220,9 +214,6 @@ class Interval(NamedTuple):
 
 def work_and_links(stages: Sequence[Sequence[Interval]]) -> list[tuple[float, float]]:
     """Adds up seconds of work, and of waiting for links, by stage.
-
-    Args:
-        stages: What `intervals` returns.
 
     Example:
 

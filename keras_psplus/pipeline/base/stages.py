@@ -61,7 +61,6 @@ class Stages:
     Attributes:
         devices: Names of the devices of the first pipeline's stages.
         all_devices: As the argument `devices`.
-        pipelines: As the argument.
     """
 
     def __init__(self, devices: Sequence[str], pipelines: int = 1) -> None:
@@ -76,15 +75,12 @@ class Stages:
             self._of_layers[layer] = number
 
     def put(self, layer: keras.Layer, number: int) -> None:
-        """Puts a layer on a stage."""
         self._of_layers[layer] = number
 
     def of(self, layer: keras.Layer) -> int | None:
-        """The stage that a layer was put on, or None."""
         return self._of_layers.get(layer)
 
     def device(self, number: int, pipeline: int) -> str:
-        """Name of the device of a pipeline's stage."""
         return self.all_devices[pipeline * len(self.devices) + number]
 
     def others_of(self, number: int) -> tuple[str, ...]:
@@ -98,7 +94,6 @@ class Stages:
         return self.all_devices.index(device) // len(self.devices)
 
     def of_device(self, device: str) -> int:
-        """The stage that is on a device."""
         return self.all_devices.index(device) % len(self.devices)
 
     def of_scope(self) -> int | None:

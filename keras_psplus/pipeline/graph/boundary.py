@@ -35,7 +35,6 @@ def call(
     function's own device, by its own tape.
 
     Args:
-        kwargs: Its keyword arguments.
         forward: Context in which the function is called. It has a method `begins_with` for what it
             is called with, and `ends_with` for the tensors that are computed last, and for those
             that other stages may need.
@@ -43,9 +42,6 @@ def call(
             computed.
         replay: `recompute.StageReplay`, if the function is called once more for its gradients.
         compiled: The function, compiled by XLA, if it is to be called in its place.
-
-    Returns:
-        What the function returns.
     """
     outer = differentiable((args, kwargs))
     tape: Any = tf.GradientTape(persistent=True)
@@ -146,8 +142,6 @@ class _CallGradients:
         """Gradients of the call by its arguments, which nothing but the call uses.
 
         Args:
-            outputs: List of results of the call.
-            sources: List of arguments and variables.
             output_gradients: Gradients by the outputs, or None.
         """
         pairs = [(out, grad) for out, grad in zip(outputs, output_gradients) if grad is not None]
@@ -176,7 +170,6 @@ class BackwardOperations:
     """Operations of a worker's backward pass for one micro-batch.
 
     Attributes:
-        operations: All operations.
         of_inputs: For each layer, in the order of the trace, the gradients by its inputs.
     """
 
@@ -184,7 +177,6 @@ class BackwardOperations:
     of_inputs: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
 
     def note(self, operations: list[tf.Operation], of_inputs: list[tf.Tensor]) -> None:
-        """Notes what was traced for one layer."""
         self.operations += operations
         if of_inputs:
             self.of_inputs.append(of_inputs)

@@ -51,9 +51,6 @@ def changed(graph: tf.Graph, weights: Collection[int]) -> list[int]:
 
     Args:
         weights: Ids of the variables' handles.
-
-    Returns:
-        List of some of these ids.
     """
     return [
         id(outside)

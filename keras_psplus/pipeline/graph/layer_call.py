@@ -49,7 +49,6 @@ class LayerCall:
         """Makes arguments for a call.
 
         Args:
-            rows: Rows of their batch.
             draw: Function of a shape and a dtype that returns a tensor.
 
         Returns:
@@ -86,8 +85,6 @@ def record_call(
     """Notes a call.
 
     Args:
-        kwargs: Its keyword arguments.
-        rows: Rows of the batch.
         is_given: Function of a tensor that tells whether it is a part of the batch.
 
     Returns:

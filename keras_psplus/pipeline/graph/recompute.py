@@ -34,8 +34,6 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-        function: What calls it.
-        kwargs: Its keyword arguments.
         context: Keras's context of the call, which has `training`.
         seeds: What its seed generators have given.
         outputs: Those of its outputs that have gradients, as other layers were given them.
@@ -75,12 +73,7 @@ class StageReplay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a layer for the first time, and records the call for its recomputation.
-
-        Args:
-            function: What calls it.
-            kwargs: Its keyword arguments.
-        """
+        """Calls a layer for the first time, and records the call for its recomputation."""
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         context = global_state.get_global_attribute(_CALL_CONTEXT)

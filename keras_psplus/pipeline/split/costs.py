@@ -39,7 +39,6 @@ class LayerCost:
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the layer's variables."""
         return sum(int(np.prod(v.shape)) for v in self.layer.variables)
 
     @property
@@ -49,7 +48,6 @@ class LayerCost:
 
     @property
     def trainable_bytes(self) -> int:
-        """Bytes of the layer's trainable variables."""
         return _bytes_of(self.layer.trainable_variables)
 
 
@@ -74,7 +72,6 @@ class Recorder(ReplicaStep):
         self._given: set[tf.Operation] | None = None
 
     def call(self, original: Callable[..., Any], layer: keras.Layer, args: Any, kwargs: Any) -> Any:
-        """Calls a layer and notes the call."""
         if self._inside or not is_cut(layer) or _is_of_shapes(args, kwargs):
             return original(layer, *args, **kwargs)
         graph = tf.compat.v1.get_default_graph()
@@ -216,11 +213,7 @@ def _bytes_of(variables: Iterable[keras.Variable]) -> int:
 
 
 def sent_before(costs: Sequence[LayerCost], number: int) -> float:
-    """Bytes per row sent to later stages if a stage begins with a layer.
-
-    Args:
-        number: Number of the layer.
-    """
+    """Bytes per row sent to later stages if a stage begins with a layer."""
     return sum(
         size for cost in costs[:number] for size, users in cost.tensors if max(users) >= number
     )

@@ -29,14 +29,11 @@ _EFFECTS = ("PyFunc", "EagerPyFunc", "NumpyFunc", "Print", "PrintV2")
 
 
 class Times(NamedTuple):
-    """Forward and backward times."""
-
     forward: float
     backward: float
 
     @property
     def total(self) -> float:
-        """The sum of both."""
         return self.forward + self.backward
 
 
@@ -56,8 +53,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
 
     Args:
         layer: Keras layer, built.
-        call: With what it is called.
-        rows: Rows of the batch.
 
     Raises:
         CannotBeTimed: If the layer has other state than Keras variables, or effects.
@@ -144,7 +139,6 @@ def _repeated(
 
 
 def _first(found: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The first element of a tensor or a gradient."""
     (values,) = numbers_of([found])
     return tf.reduce_sum(tf.cast(tf.reshape(values, [-1])[:1], tf.float32))
 
@@ -173,11 +167,7 @@ _FATAL = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 def is_worth_it(costs: Sequence[LayerCost], rows: int) -> bool:
-    """Whether a step of a batch takes long enough for layers to be measured.
-
-    Args:
-        rows: Rows of a batch.
-    """
+    """Whether a step of a batch takes long enough for layers to be measured."""
     return (1 + _BACKWARD) * rows * sum(cost.flops for cost in costs) >= _LEAST_FLOPS
 
 

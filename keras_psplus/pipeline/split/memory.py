@@ -47,7 +47,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All bytes."""
         return self.weights + self.gradients + self.slots + self.activations
 
 

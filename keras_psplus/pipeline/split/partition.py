@@ -157,9 +157,6 @@ def by_patterns(
         patterns: For each stage, a list of patterns, as `fnmatch` has them.
         all_fit: Whether each pattern has to fit a layer.
 
-    Returns:
-        List with the number of each layer's stage.
-
     Raises:
         ValueError: If a layer is in no stage or in two, or a pattern fits no layer.
     """

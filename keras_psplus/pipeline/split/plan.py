@@ -140,8 +140,6 @@ class Split:
     """Conditions that a plan is made for.
 
     Attributes:
-        devices: Names of the stages' devices.
-        schedule: Name of the schedule.
         orders: For each stage, its part of the schedule.
         microbatches: Number of micro-batches of a batch that go through each pipeline.
         rows: Rows of a batch that go through each pipeline.
@@ -159,7 +157,6 @@ class Split:
 
     @property
     def pipelines(self) -> int:
-        """Number of pipelines."""
         return 1 + len(self.other_devices[0])
 
     @property
@@ -188,11 +185,8 @@ def make(
 
     Args:
         model: Name of the model.
-        costs: List of `costs.LayerCost`.
-        stages_of: List of the layers' stages.
         times: What the layers take for one micro-batch.
         are_milliseconds: Whether `times` are in milliseconds, or in no unit.
-        split: What the plan is made for.
     """
     count = len(split.devices)
     forward, backward = [0.0] * count, [0.0] * count

@@ -57,7 +57,6 @@ class Splitter:
         self._masked: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     def has_masks(self, model: keras.Model) -> bool:
-        """Whether a model's outputs have masks."""
         return model in self._masked
 
     def split(

@@ -82,7 +82,6 @@ class Variables:
             self._copies.make(variable, number, pipeline)
 
     def stage_of_placed(self, variable: keras.Variable) -> int | None:
-        """The stage on which a variable was placed, or None."""
         known, number = self._placed.get(id(variable), (lambda: None, None))
         return number if known() is variable else None
 

@@ -42,7 +42,6 @@ def compiled(
     Args:
         function: Function of the arguments that calls layers.
         layers: The layers, and other operations of the model.
-        kwargs: Keyword arguments.
         key: What calls of the same function have in common.
     """
     if calls.is_tracing or not compiled_calls.have_weights(layers):

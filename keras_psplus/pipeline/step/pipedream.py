@@ -66,25 +66,16 @@ class _WeightVersions:
                     copies.append(tf.Variable(variable._value.read_value(), trainable=False))
 
     def are_of(self, variables: Sequence[keras.Variable]) -> bool:
-        """Whether these are the versions of some Keras variables."""
         handles = [id(variable._value.handle) for variable in variables]
         return handles == [id(variable._value.handle) for variable in self.variables]
 
     def handles(self, turn: int) -> dict[int, tf.Tensor]:
-        """Copies of variables for a call, by ids of the handles that they replace.
-
-        Args:
-            turn: Number of the call.
-        """
+        """Copies of variables for a call, by ids of the handles that they replace."""
         copies = self._copies[turn % 2]
         return {id(v._value.handle): copy.handle for v, copy in zip(self.variables, copies)}
 
     def assign(self, turn: int) -> None:
-        """Makes the version for a call of what the variables are now.
-
-        Args:
-            turn: Number of the call.
-        """
+        """Makes the version for a call of what the variables are now."""
         for variable, copy in zip(self.variables, self._copies[turn % 2]):
             with tf.device(variable._value.device):
                 copy.assign(variable._value.read_value())
@@ -95,7 +86,6 @@ class _Gradients(Functions):
 
     Attributes:
         update: What the train step traced last has asked of its optimizer, or None.
-        tokens: What orders the calls.
     """
 
     _counts = True
@@ -179,11 +169,7 @@ class PipeDreamFunction:
         return self._logs
 
     def finish(self) -> Any:
-        """Ends the steps that are under way.
-
-        Returns:
-            The logs of the last one.
-        """
+        """Ends the steps that are under way; returns the logs of the last one."""
         self._progress.begin("training step")
         try:
             while self._under_way:

@@ -31,8 +31,6 @@ class StageTimes:
     """Seconds of training steps by task, for the chief's progress.
 
     Args:
-        progress: Progress of the chief.
-        stages: `Stages` of the strategy.
         host: Name of the chief's device.
         measures: Whether stages are workers; devices of one process are not timed.
     """

@@ -46,12 +46,7 @@ class Feed:
         self._next: concurrent.futures.Future[Any] | None = None
 
     def batches(self, iterator: Any, most: int) -> Iterator[tuple[Any, bool]]:
-        """Yields batches of an iterator, and whether tensors are to tell their numbers of rows.
-
-        Args:
-            iterator: Iterator over the data of an epoch.
-            most: How many batches there are at most.
-        """
+        """Yields batches of an iterator, and whether tensors are to tell their numbers of rows."""
         if not is_ahead(iterator):
             # One batch that the script has given.
             for _, batch in zip(range(most), iterator):
@@ -91,7 +86,6 @@ def is_ahead(iterator: Any) -> bool:
 
 
 def as_tensors(batch: Any) -> Any:
-    """A batch with tensors in the place of arrays."""
     return tree.map_structure(
         lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
     )
@@ -124,7 +118,6 @@ class Functions:
     the other dimensions may differ from batch to batch.
 
     Args:
-        function: Function of a batch.
         order: The order of the stages' actions, as for `PipelineStep`.
         trains: The Keras model that it trains, if it does.
         compiles: The Keras model whose `jit_compile` counts; by default the same.
@@ -165,12 +158,7 @@ class Functions:
         """Does something with the `tf.function` for a batch.
 
         Args:
-            batch: As for a call.
-            shows_rows: As for a call.
             use: Function of the `tf.function` and of its argument.
-
-        Returns:
-            What `use` returns.
         """
         given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
@@ -187,7 +175,6 @@ class Functions:
                 del self._traced[key]
 
     def _cut(self, batch: Any) -> _GivenBatch:
-        """A batch as the function takes it."""
         strategy = self._engine.strategy
         if strategy.pipelines > 1:
             parts = batch_parts.cut(batch, strategy.microbatches, strategy.pipelines)

@@ -137,7 +137,6 @@ class PipelineStep(ReplicaStep):
 
         Args:
             rows: Rows of the batch; None if that is not known, and it is not cut.
-            layer: The layer that is called with them.
         """
         pipelines, stages = self.stages.pipelines, len(self.stages.devices)
         bounds = microbatches.bounds(rows or 1, self._count * pipelines)
@@ -154,7 +153,6 @@ class PipelineStep(ReplicaStep):
     def note_backward(
         self, worker: int, turn: int, made: list[tf.Operation], of_inputs: list[tf.Tensor]
     ) -> None:
-        """Notes the operations of a layer's backward pass, in a turn of a worker."""
         if tf.compat.v1.get_default_graph() is self._graph:
             self._backward[worker, turn].note(made, of_inputs)
 
@@ -204,7 +202,6 @@ class PipelineStep(ReplicaStep):
         return leaf if self.rows is None else microbatches.with_unknown_rows(leaf)
 
     def join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        """Joins a layer's outputs for micro-batches to its output for the batch."""
         joined = microbatches.join(name, outputs, sizes)
         if self.rows is not None and sum(sizes) == self.rows:
             joined = tree.map_structure(microbatches.with_unknown_rows, joined)
@@ -239,10 +236,7 @@ class PipelineStep(ReplicaStep):
         """Calls layers of one stage, for the micro-batch that is traced.
 
         Args:
-            function: What calls them.
             layers: The layers, and other operations of the model.
-            args: Arguments of the function.
-            kwargs: Its keyword arguments.
             key: What calls of the same function have in common.
         """
 
@@ -312,11 +306,9 @@ class PipelineStep(ReplicaStep):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a layer is called once more, for its gradients."""
         return self._replay is not None and self._replay.is_replaying
 
     def next_seed(self, draw: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """A seed of a layer; the same if it is called once more."""
         return draw() if self._replay is None else self._replay.next_seed(draw)
 
     def _in_microbatches(

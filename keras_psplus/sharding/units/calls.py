@@ -21,7 +21,6 @@ class UnitCall:
     Args:
         weights: The unit's `WeightShare`s, each once.
         wholes: What was gathered of them.
-        inputs: Tensors that the call takes.
     """
 
     def __init__(

@@ -187,7 +187,6 @@ class Units:
 
         Args:
             weights: Its weights, each once.
-            proceed: Function that makes the call.
         """
         given = tree.flatten((of_layer.args, of_layer.kwargs))
         inputs = [one for one in given if isinstance(one, tf.Tensor)]

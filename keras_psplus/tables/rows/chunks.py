@@ -164,8 +164,6 @@ def _functions(
     do: of one chunk or several, it is the same.
 
     Args:
-        dtype: Of the rows.
-        columns: Of the rows.
         starts: First row of each chunk.
         sizes: Rows of each chunk.
         small: Rows of those that come in the place of the first one. Handles are of these and of

@@ -81,7 +81,6 @@ class KeyIndex:
         self._limits.assign(limits, read_value=False)
 
     def clear(self) -> None:
-        """Removes all."""
         _clear_all(self._handles)
         self._are_many.assign(False, read_value=False)
         self._removed.assign(tf.zeros([1 + PARTS], _INT), read_value=False)
@@ -348,7 +347,6 @@ class KeyRows:
         *others: `ChunkedRows` that have as many rows.
 
     Attributes:
-        others: As given.
         log: The keys that were removed.
         frozen: The rows as they were, while somebody reads them.
     """
@@ -366,7 +364,6 @@ class KeyRows:
         self.set_others(others)
 
     def set_others(self, others: Iterable[ChunkedRows]) -> None:
-        """Sets the columns beside the keys."""
         self.others = list(others)
         rows = tf.TensorSpec([None], _INT)
         self._remove_rows = traced_once(self._remove_unless_empty, rows)
@@ -440,7 +437,6 @@ class KeyRows:
         return 0
 
     def clear(self) -> None:
-        """Removes all."""
         self.index.clear()
         self.next.assign(0)
         self._free_count.assign(0)

@@ -57,7 +57,6 @@ class RowVariable:
         self._ids, self.value = ids, self._variable.sparse_read(ids)
 
     def commit(self) -> tf.Operation | tf.Tensor:
-        """Writes the rows; returns the operation."""
         if isinstance(self._variable, ChunkedRows):
             return self._variable.write(self._ids, self.value)
         return tf.raw_ops.ResourceScatterUpdate(
@@ -231,7 +230,6 @@ def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def weight_decay_of(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> float | None:
-    """Rate at which an optimizer lets a table's rows decay, or None."""
     # Patterns are matched with the name that TensorFlow has for it, as in Keras's own updates.
     decays = optimizer.weight_decay and optimizer._use_weight_decay(variable._value)
     return optimizer.weight_decay if decays else None
@@ -244,12 +242,6 @@ def config_of(
     regularizer: keras.regularizers.Regularizer | None,
 ) -> dict[str, Any]:
     """Configuration of a user's optimizer for parameter servers, ready for JSON.
-
-    Args:
-        optimizer: Keras optimizer.
-        weight_decay: The rate at which the table's rows decay, or None.
-        constraint: The table's constraint, or None.
-        regularizer: The table's regularizer, or None.
 
     Raises:
         ValueError: If the optimizer cannot be applied to rows.
@@ -286,7 +278,6 @@ def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
     """Checks that an optimizer, and a table's constraint, compute each row by itself.
 
     Args:
-        config: What `config_of` has returned.
         dim: Numbers in a row, of which a constraint may have its own for each.
 
     Raises:
