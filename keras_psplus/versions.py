@@ -79,7 +79,8 @@ def check_versions() -> None:
         # `keras-nightly` lies in the folder of `keras`: metadata may tell of the other one.
         version = _of_module(package) or known
         if _major_minor(version) != _major_minor(known):
-            _check_range(package, version)
+            both = f"`pip uninstall -y {' '.join(package.distributions[:2])}`"
+            _check_range(package, version, f"{both}, as one lies above the other. ")
 
 
 @contextlib.contextmanager
@@ -132,8 +133,13 @@ def _of_module(package: Supported) -> str | None:
     return getattr(sys.modules.get(package.module), "__version__", None)
 
 
-def _check_range(package: Supported, version: str | None) -> str:
-    """Returns the version, if it is supported or admitted."""
+def _check_range(package: Supported, version: str | None, first: str = "") -> str:
+    """Returns the version, if it is supported or admitted.
+
+    Args:
+        first: Advice before that of the package.
+    """
+    advice = first + package.advice
     if version is None:
         raise ImportError(
             f"keras_psplus needs {package.name} {package.specifier}, which is not installed. "
@@ -143,7 +149,7 @@ def _check_range(package: Supported, version: str | None) -> str:
     if _major_minor(version) < package.first:
         raise ImportError(
             f"This {package.name} is too old for keras_psplus {__version__}, which needs "
-            f"{package.specifier}. {package.advice} {received}"
+            f"{package.specifier}. {advice} {received}"
         )
     if not package.has(version):
         message = (
@@ -152,8 +158,7 @@ def _check_range(package: Supported, version: str | None) -> str:
         )
         if os.environ.get(SKIP_VARIABLE, "") in ("", "0"):
             raise ImportError(
-                f"{message} {package.advice} Or set {SKIP_VARIABLE}=1 to try it untested. "
-                f"{received}"
+                f"{message} {advice} Or set {SKIP_VARIABLE}=1 to try it untested. {received}"
             )
         warnings.warn(f"{message} {received}", stacklevel=2)
     return version

@@ -2,8 +2,10 @@
 
     python tests/same_code.py BEFORE AFTER [NEW=OLD ...]
 
-Compares the statements of all modules of the package as syntax trees, without imports, docstrings
-of modules, and the names of modules before a dot. NEW=OLD are names that a merged module had twice.
+Compares the statements of all modules of the package as syntax trees, without docstrings of
+modules, imports of the package, and the names of its modules before a dot: functions of one name in
+two modules are taken for each other. What is imported from elsewhere is compared as a whole.
+NEW=OLD are names that a merged module had twice.
 """
 
 import ast
@@ -33,7 +35,7 @@ def sources(commit):
 
 def statements(texts, renamed):
     """Counts the statements of modules, as texts that do not say where they lie."""
-    found = collections.Counter()
+    found, imports = collections.Counter(), set()
     for text in texts.values():
         tree = ast.parse(text)
         names, modules = {}, set()
@@ -44,12 +46,15 @@ def statements(texts, renamed):
                     if f"{node.module}.{alias.name}" in texts:
                         modules.add(local)
                     names[local] = alias.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                source = getattr(node, "module", None)
+                imports |= {f"imports {source} {alias.name}" for alias in node.names}
         without = _WithoutPlaces(names, modules, renamed)
         for place, node in enumerate(tree.body):
             is_docstring = not place and isinstance(node, ast.Expr)
             if not is_docstring and (kept := without.visit(node)) is not None:
                 found[ast.unparse(kept)] += 1
-    return found
+    return found + collections.Counter(imports)
 
 
 class _WithoutPlaces(ast.NodeTransformer):
@@ -65,6 +70,7 @@ class _WithoutPlaces(ast.NodeTransformer):
 
     def visit_If(self, node):
         self.generic_visit(node)
+        node.body = node.body or ([ast.Pass()] if node.orelse else [])
         return node if node.body else None
 
     def visit_Attribute(self, node):
@@ -86,12 +92,21 @@ class _WithoutPlaces(ast.NodeTransformer):
     visit_ClassDef = visit_FunctionDef
 
 
+def differences(old, new):
+    """The statements whose numbers differ; a constant of two merged modules is there once."""
+    merged = {one for one in old if 0 < new[one] < old[one] and _is_constant(one)}
+    return {one for one in old.keys() | new.keys() if old[one] != new[one]} - merged
+
+
+def _is_constant(text):
+    node = ast.parse(text).body[0]
+    return isinstance(node, ast.Assign | ast.AnnAssign)
+
+
 def main(before, after, *renamed):
     new_names = dict(one.split("=") for one in renamed)
     old, new = statements(sources(before), {}), statements(sources(after), new_names)
-    # A constant of two modules that are one now is there once.
-    same = {one for one in old if 0 < new[one] <= old[one]}
-    apart = (old.keys() | new.keys()) - same
+    apart = differences(old, new)
     for one in sorted(apart):
         print("-" if one in old else "+", one.replace("\n", "\n  ")[:2000])
     print(f"{old.total():,} and {new.total():,} statements, of which {len(apart)} differ")

@@ -128,7 +128,8 @@ def test_a_nightly_build_above_a_release_is_found(installed, monkeypatch):
     installed["keras-nightly"] = "3.17.0.dev2026"
     monkeypatch.setattr(keras, "__version__", "3.17.0.dev2026")
     message = refusal()
-    assert "newer than" in message and message.endswith("Received: keras 3.17.0.dev2026")
+    assert "newer than" in message and "`pip uninstall -y keras keras-nightly`" in message
+    assert message.endswith("Received: keras 3.17.0.dev2026")
 
 
 @pytest.mark.parametrize(

@@ -6,4 +6,4 @@ import sys
 # The hosts are those of the tests, which are not installed.
 _ROOT = str(pathlib.Path(__file__).parents[2])
 if _ROOT not in sys.path:
-    sys.path.append(_ROOT)
+    sys.path.insert(0, _ROOT)

@@ -90,6 +90,8 @@ def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
                 return f"has one pipeline, which sends no gradients: leave out --{option}"
             if option in entry.options:
                 return f"sets `{option}` itself: leave out --{option}"
+            if options[option] not in ("bf16", "fp16"):
+                return "sends gradients between pipelines as bf16 or fp16: take --compression bf16"
         if entry.strategy == "ModelParallelStrategy" and option == "compression":
             return f"has one model, whose workers send no gradients: leave out --{option}"
         if "shard" in entry.options:

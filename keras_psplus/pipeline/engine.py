@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.arguments import shown
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
@@ -36,6 +37,13 @@ class _NothingKept(WorkerState):
         self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
         pass
+
+    def _check(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(
+                "`PipelineStrategy` keeps nothing from step to step: leave the state out. "
+                f"Received: state={shown(state)}"
+            )
 
 
 class PipelineEngine(DistributedEngine):

@@ -132,7 +132,7 @@ def check_gradient_compression(given: Any, pipelines: int) -> compression.Compre
     for one in methods.each(compressor):
         if not isinstance(one, compression.Cast) or one.error_feedback:
             raise ValueError(
-                "`compression` casts the gradients that pipelines send each other, which leave no "
+                "`compression` casts the gradients that pipelines send each other, and keeps no "
                 f"residuals: it must be {_FOR_GRADIENTS}. Received: compression={one!r}"
             )
     return compressor

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Traits of an entry: messages and their receivers, which determine bytes and time.
+# Traits of an entry: messages and their receivers, which determine bytes and rounds.
 
 
 _PATHS = {
@@ -289,13 +289,13 @@ def rounds(traits: Traits, work: Work, workers: int) -> float:
         # A gathering and a sum of each layer, one after the other.
         layers = sum(_is_cut(variable, workers) for variable in work.variables)
         return (3 * layers + 2 * len(work.tables)) * (workers - 1)
-    moved, total = flows(traits, work, workers), 0
+    moved, between = flows(traits, work, workers), 0
     if moved.between:
         passes = _PASSES.get((traits.compression or "").partition(":")[0], 2)
         # Weights in shares are gathered for backward as well.
-        total += (passes + (traits.shard == "all")) * (workers - 1)
-    if moved.up:
-        total += 4  # There and back, to read and to send.
+        between = (passes + (traits.shard == "all")) * (workers - 1)
+    # There and back: rows are read before the step, and sent while workers sum their gradients.
+    total = 2 + max(between, 2) if moved.up else between
     return total / traits.every
 
 
@@ -316,7 +316,8 @@ def floor_ms(
         delay_ms: From host to host.
     """
     link_ms = 8e3 * count / bits_per_second if bits_per_second else 0.0
-    return max(compute_ms, link_ms) + messages * delay_ms
+    # Bytes are under way while others' delays pass; the messages of the last gradient are not.
+    return max(link_ms, compute_ms + messages * delay_ms)
 
 
 def memory(traits: Traits, work: Work, workers: int) -> float:

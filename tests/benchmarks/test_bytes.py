@@ -1,4 +1,4 @@
-"""What the counters of links say, beside what strategies count and `keras-psplus plan` computes."""
+"""Bytes by the counters of links, beside what strategies count and `keras-psplus plan` computes."""
 
 import json
 

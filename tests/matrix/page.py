@@ -169,7 +169,7 @@ def read(text):
             columns = [column_of[head] for head in line[4:-2].split(" | ")]
         elif family and (row := _ROW.fullmatch(line)):
             for column, mark in zip(columns, row[2].split(" | "), strict=True):
-                if mark != "-":
+                if mark not in ("-", "WRONG"):
                     kind = {"D": "by design", "R": "refused"}.get(mark, "equal")
                     error = float(mark) if kind == "equal" else 0.0
                     one = {"family": family, "names": [row[1]], "column": column, "kind": kind}

@@ -40,5 +40,7 @@ def test_a_page_is_read_as_it_was_written():
         one(["Muon"], "hybrid", "refused", text="It needs whole tensors."),
         one(["SGD of two"], "XLA", "by design", text="XLA rounds (often).", link="a.md#b"),
     ]
-    text = page.text(found, "Keras 3", {}, datetime.date(2026, 11, 29))
+    # A cell that is wrong is run again.
+    wrong = one(["SGD"], "XLA", "wrong", 0.5)
+    text = page.text([*found, wrong], "Keras 3", {}, datetime.date(2026, 11, 29))
     assert page.read(text) == found

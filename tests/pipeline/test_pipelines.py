@@ -112,12 +112,15 @@ def test_gradients_are_cast_without_their_scale(pipeline):
     def make():
         # By which gradients are too large for float16.
         scale = {"initial_scale": 2.0**24, "dynamic_growth_steps": 3}
-        return wide(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **scale))
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **scale)
+        return models.ignored_class()._replace(optimizer=optimizer)
 
     strategy = pipeline(pipelines=2, microbatches=2, schedule="1f1b", compression=Clipped())
     found = in_pipelines(strategy, make)
     check_equal(found, alone(make))
     assert strategy.state_dict(found[0].optimizer) == {}
+    with pytest.raises(ValueError, match="keeps nothing from step to step.*Received: state="):
+        strategy.load_state_dict(found[0].optimizer, {"replica-0-of-2/0": 0.0})
 
 
 def test_tensors_are_cut_for_the_micro_batches_of_each_pipeline():
@@ -145,6 +148,8 @@ def test_the_launcher_knows_pipelines(tmp_path):
         command_flags.check_combination(str(path), {**layout, "workers": 3}, {})
     with pytest.raises(UsageError, match="has no `updates`"):
         command_flags.check_combination(str(path), layout, {"updates": "accumulate:2"})
+    with pytest.raises(UsageError, match="sends gradients between pipelines as bf16 or fp16"):
+        command_flags.check_combination(str(path), layout, {"compression": "int8"})
     with pytest.raises(UsageError, match="has one pipeline, which sends no gradients"):
         command_flags.check_combination("pipeline", layout, {"compression": "int8"})
     assert "pipeline" in lookup.names()
