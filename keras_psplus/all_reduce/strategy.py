@@ -27,7 +27,7 @@ from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory, signals
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches

@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -73,7 +73,7 @@ def strategy_from_env(default: str | None = None) -> Any:
         return load(name).strategy(**options)
 
 
-def problem_with(entry: entries.Entry, options: Collection[str]) -> str | None:
+def problem_with(entry: entries.Entry, options: Mapping[str, str]) -> str | None:
     """Finds out why an entry does not take options.
 
     Args:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import keras
 
     from keras_psplus.cluster.config import TaskConfig
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.communication import Communication
     from keras_psplus.core.strategy_engine import StrategyEngine
     from keras_psplus.core.worker_state import WorkerState
@@ -55,7 +55,7 @@ class StrategyBase:
 
     @property
     def progress(self) -> Progress:
-        """Progress of this process, a `keras_psplus.cluster.monitor.stalls.Progress`."""
+        """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
         return self._progress
 
     @property

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
 from keras_psplus.log import logger
 

@@ -6,7 +6,7 @@ from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
 from keras_psplus.all_reduce.liveness.stalls import StepMarks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.core.batch.batches import World
 from keras_psplus.hybrid.rpc.servers import Servers
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import keras
 
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.modes import Mode

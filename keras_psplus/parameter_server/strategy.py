@@ -13,7 +13,7 @@ from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.communication import Communication
 from keras_psplus.core import plan
 from keras_psplus.core.base import checks

@@ -11,7 +11,7 @@ from keras_psplus.arguments import flag, seconds, whole_number
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import ServerLease

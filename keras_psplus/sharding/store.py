@@ -25,7 +25,7 @@ from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
 
 

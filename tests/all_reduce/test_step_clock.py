@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness import step_clock
 from keras_psplus.all_reduce.liveness.step_clock import ARRIVED, DONE, StepClock
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 
 TASK = TaskConfig({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
 

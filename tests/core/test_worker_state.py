@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.core import worker_files
 from keras_psplus.core.worker_files import WorkerFiles
 from keras_psplus.core.worker_state import WaitingValues, WorkerState

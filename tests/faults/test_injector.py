@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from keras_psplus.cluster.monitor.stalls import OBSERVER_VARIABLE, Progress
+from keras_psplus.cluster.monitor.progress import OBSERVER_VARIABLE, Progress
 from keras_psplus.cluster.processes import LocalCluster
 from tests.lab import run as lab_run
 from tests.lab.faults import Injector, parse

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness.stalls import NO_DATA, RUNNING, TRACING, StallProbe, StepMarks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.hybrid.stalls import StallProbe as HybridStallProbe
 from keras_psplus.parameter_server.scheduling.failure import StallProbe as ChiefStallProbe
 

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 
-from keras_psplus.cluster.monitor.stalls import OBSERVER_VARIABLE
+from keras_psplus.cluster.monitor.progress import OBSERVER_VARIABLE
 
 KINDS = {
     "kill": (),

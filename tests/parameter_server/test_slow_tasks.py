@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.parameter_server.scheduling.queue import Run
 from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
 from keras_psplus.parameter_server.tracing.traffic import (

@@ -27,7 +27,7 @@ from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.jobs.control import ControlPlane
 
 

@@ -22,7 +22,7 @@ from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
 
 
 # Marks of a step's progress, for the message of a worker that waits.

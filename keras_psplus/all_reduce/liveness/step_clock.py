@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import trace
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.monitor.step_times import PeerConnections, StepTimes
 from keras_psplus.cluster.monitor.trace import Span, TraceRecorder
 from keras_psplus.core.graph.variables import made_outside

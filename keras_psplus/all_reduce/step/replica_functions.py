@@ -21,7 +21,7 @@ from keras_psplus.keras_internals.keras_parts import tree
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
 
 
 # Steps that `fit` and `evaluate` take one by one, with less of Python around each.

@@ -19,7 +19,7 @@ from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:
-    from keras_psplus.cluster.monitor.stalls import Progress
+    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
 from keras_psplus.cluster.monitor import trace
-from keras_psplus.cluster.monitor.stalls import Progress
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.trace import Span
 from keras_psplus.pipeline.base import schedule
