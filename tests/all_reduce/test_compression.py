@@ -220,6 +220,7 @@ def of_factors(layout, kind):
     return run(layout, cases.factors, kind=kind)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "layout, kind, tolerance",
     [

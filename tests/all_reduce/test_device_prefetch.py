@@ -50,6 +50,7 @@ def trained(ahead):
     return model, logs
 
 
+@pytest.mark.extended
 def test_batches_are_the_same_on_their_devices_as_in_the_step():
     later = run("devices2", trained, ahead=False).first
     assert_close(run("devices2", trained, ahead=True).first, later, 0)

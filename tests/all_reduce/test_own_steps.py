@@ -47,6 +47,7 @@ def test_a_norm_of_what_a_loop_returns_is_refused():
     assert message.count("Received: ") == 1
 
 
+@pytest.mark.extended
 def test_gradients_that_are_handed_on_cost_no_collective():
     counts = run("devices2", collectives_and_bytes).first
     assert counts["as it is"] == counts["without stand-ins"] > 0

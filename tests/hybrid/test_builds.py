@@ -10,6 +10,7 @@ from tests.support.jobs import run_in_processes
 JOB = pathlib.Path(__file__).with_name("builds_job.py")
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_a_chief_that_is_killed_while_a_table_is_built_is_named():
     result = run_in_processes(

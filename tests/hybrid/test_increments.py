@@ -101,6 +101,7 @@ def bytes_of(folder, stem):
     return sum(path.stat().st_size for path in folder.glob(f"{stem}-*"))
 
 
+@pytest.mark.extended
 def test_a_backup_that_was_prepared_traces_nothing_and_loses_nothing(tmp_path, monkeypatch):
     traced = []
     for owner, name in ((RowStore, "freeze"), (FrozenRows, "read")):

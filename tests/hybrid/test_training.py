@@ -196,6 +196,7 @@ def test_keras_rs():
     equals_one_process("hybrid22", keras_rs, alone="hybrid1")
 
 
+@pytest.mark.extended
 def test_one_process_with_two_devices_needs_no_servers():
     equals_one_process("hybrid_devices2", wherever)
 

@@ -108,6 +108,7 @@ def several():
     return model, model.fit(dataset, epochs=EPOCHS, verbose=0).history
 
 
+@pytest.mark.extended
 def test_ragged_many_hot_and_repeated_ids_equal_one_process():
     equals_one_process("hybrid22", several, 1e-4)
 

@@ -32,7 +32,6 @@ TESTED = {
         "programs: ragged and sparse rows",
         "programs: gradient accumulation in loop",
         "programs: step of its own without call",
-        "programs: losses in metrics",
     ),
     "two devices": (
         "programs: convolutions of single rows",
@@ -43,9 +42,7 @@ TESTED = {
     "shard optimizer": (
         "optimizers: Muon",
         "optimizers: Adafactor",
-        "optimizers with arguments: Adam, averaged",
         "optimizers with arguments: Adam, accumulated",
-        "programs: unfrozen and compiled again",
     ),
     "shard all": (
         "optimizers: Nadam",
@@ -56,7 +53,6 @@ TESTED = {
         "programs: tied weights",
         "programs: eager gradients after fit",
         "programs: lora",
-        "layers: of rows 1",
     ),
     "tensor parallel": (
         "programs: vectorized_map in a layer",
@@ -64,8 +60,6 @@ TESTED = {
         "programs: tied weights",
         "programs: function on the model after fit",
         "optimizers with arguments: Muon",
-        "random, seeded by a generator",
-        "layers: of tokens",
     ),
     "hybrid": (
         "optimizers: Adagrad",

@@ -278,6 +278,7 @@ def save_and_load(scope, folder):
     return model, {}
 
 
+@pytest.mark.extended
 def test_what_is_saved_is_loaded_by_the_job_and_by_one_process(tmp_path):
     run("ar2", save_and_load, folder=str(tmp_path))
 

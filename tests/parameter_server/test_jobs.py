@@ -140,6 +140,7 @@ def check_table(found):
     assert found["evaluated"] == len(ids)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("between", [(), *extended((("shares", "sums"),))])
 def test_asynchronous_steps(between, tmp_path):
     with Job(tmp_path, "steps", *between, "last") as job:

@@ -188,6 +188,7 @@ def assert_same(found, name, expected, wanted, tolerance=0.0):
     assert_close(found, expected, tolerance)
 
 
+@pytest.mark.extended
 def test_models_go_to_parameter_servers_and_back(tmp_path):
     alone = run("plain", of_one_process, folder=tmp_path).first
     served = run("async_threads", of_servers, folder=tmp_path).first

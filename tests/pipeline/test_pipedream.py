@@ -114,6 +114,7 @@ def test_equals_a_simulation_of_its_staleness(make, pipeline):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_two_batches_are_under_way(pipeline):
     strategy, found = pipeline(2, schedule="pipedream"), []
 

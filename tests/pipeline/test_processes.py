@@ -63,6 +63,7 @@ def test_variables_and_slots_are_on_the_stage_of_their_context():
     check_places(log, {"embedding": {1}, "recurrent": {0}, "dense": {0}})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", ["pipeline2", *extended("pipedream2")])
 def test_what_a_callback_writes_is_there_in_the_next_step(layout):
     """The workers are still computing it when the step begins."""

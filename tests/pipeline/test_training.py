@@ -22,12 +22,12 @@ GPIPE, RECOMPUTED, COMPILED, TWO = "gpipe", "recomputed", "compiled", "two pipel
 # What evaluates and predicts, too; all do of those that `make test-all` adds.
 EVALUATED = "evaluated"
 WAYS = [
-    ("mean_with_sample_weight", EVALUATED),
     ("tied", TWO, GPIPE, EVALUATED),
     ("own_step", TWO),
     ("loss_of_rows",),
 ]
 MORE_WAYS = [
+    ("mean_with_sample_weight", EVALUATED),
     ("same_twice", COMPILED, GPIPE),
     ("frozen", TWO, RECOMPUTED),
     ("other_numbers_of_rows",),

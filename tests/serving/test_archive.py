@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, makes_scope, run
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -70,8 +71,9 @@ def traced_before(scope):
 @pytest.mark.parametrize(
     "layout, way",
     [
-        *(("all2", "archive"), ("tp2", "archive"), ("hybrid22", "archive"), ("hybrid22", "model")),
-        *(("ar2", "archive"), ("stages2", "archive"), ("sync_sharded", "archive")),
+        *(("all2", "archive"), ("hybrid22", "model"), ("stages2", "archive")),
+        *extended(("ar2", "archive"), ("tp2", "archive"), ("hybrid22", "archive")),
+        *extended(("sync_sharded", "archive")),
     ],
 )
 def test_equals_predictions(layout, way):

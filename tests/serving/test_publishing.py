@@ -59,6 +59,7 @@ def test_another_process_has_the_rows_of_a_job_with_servers(tmp_path):
     np.testing.assert_allclose(served.serve(end["ids"]), end["predicted"], atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_steps_epochs_and_ends_publish(tmp_path):
     def model_of(*names):

@@ -11,14 +11,14 @@ from tests.support.tiers import extended
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-TRAINED = ["encoder", "several"]
+TRAINED = ["encoder"]
 SAID = {
     "branching": "the call of 'writing': it changes weights in shares",
     "several": "the call of 'differentiating': it computes gradients itself",
 }
 
 
-@pytest.mark.parametrize("name", [*TRAINED, *extended("repeating")])
+@pytest.mark.parametrize("name", [*TRAINED, *extended("several", "repeating")])
 def test_models_equal_one_process(name):
     equals_one_process("all2", unit_cases.trained, name=name)
 
@@ -67,6 +67,7 @@ def test_compressed_training_learns_as_much():
     check_compressed("all2", lambda numbers, encoded: encoded / 2 + numbers + 64 * 96)
 
 
+@pytest.mark.extended
 def test_files_go_on_in_one_process(tmp_path):
     check_files("all2", tmp_path, "plain")
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-5
 # Where losses do not depend on keys' biases, Adam would move these by rounding errors.
-MODELS = ["mlp/adamw", "own_step"]
+MODELS = ["mlp/adamw"]
 SAID = {
     "mlp/adamw": [
         "over 1 x 2 workers: 7 of 11 variables are cut",
@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd")])
+@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step")])
 def test_two_workers_equal_one_process(name):
     found = equals_one_process("tp2", cases.trained, name=name)
     for text in SAID.get(name, ()):
