@@ -10,9 +10,12 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce import reducers
 from keras_psplus.all_reduce.collectives import gradients, implementation
-from keras_psplus.all_reduce.collectives import operations as member_order
-from keras_psplus.all_reduce.collectives import operations as outputs
-from keras_psplus.all_reduce.collectives.operations import CollectiveOps, Launcher
+from keras_psplus.all_reduce.collectives.operations import (
+    CollectiveOps,
+    Launcher,
+    gather_rows,
+    names_of,
+)
 from keras_psplus.all_reduce.reduction.replica_states import MirroredState
 from keras_psplus.all_reduce.step import broadcast, row_reads, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
@@ -83,7 +86,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             if control is not None:
                 local = len(operations.launchers)
                 for launcher in operations.launchers:
-                    launcher.members = member_order.names_of(control.task, local)
+                    launcher.members = names_of(control.task, local)
         self.worker_state = MirroredState(
             self.worker_devices,
             self.world,
@@ -211,7 +214,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         local = self._container_strategy().experimental_local_results(value)
         # Every local replica takes part; all of them get the same.
         first = self.world.rank
-        return [outputs.gather_rows(self.launcher(i), first + i, t) for i, t in enumerate(local)][0]
+        return [gather_rows(self.launcher(i), first + i, t) for i, t in enumerate(local)][0]
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""

@@ -10,8 +10,7 @@ from absl import flags
 
 from keras_psplus.cli import command_flags
 from keras_psplus.cluster.launcher.task_ends import ADD_WORKER
-from keras_psplus.cluster.monitor import job as job_folder
-from keras_psplus.cluster.monitor import job as job_requests
+from keras_psplus.cluster.monitor import job as job_module
 
 _USAGE = """
 usage: keras-psplus add-worker JOB
@@ -54,8 +53,8 @@ def main(argv: list[str]) -> int:
     except (OSError, command_flags.UsageError) as error:
         return command_flags.complain(ADD_WORKER, error)
     try:
-        name = job_requests.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
-    except (OSError, job_requests.RequestError) as error:
+        name = job_module.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
+    except (OSError, job_module.RequestError) as error:
         print(f"keras-psplus {ADD_WORKER}: {error}", file=sys.stderr)
         return 1
     print(f"{name} is started, and takes steps once its TensorFlow is up")
@@ -69,7 +68,7 @@ def _flags() -> flags.FlagValues:
 def _folder(job: str) -> pathlib.Path:
     """The folder of a running job that takes workers."""
     running = [
-        (folder, said) for folder, said, _ in job_folder.read_all() if job_folder.is_running(said)
+        (folder, said) for folder, said, _ in job_module.read_all() if job_module.is_running(said)
     ]
     found = [(folder, said) for folder, said in running if str(said["pid"]) == job]
     if not found:

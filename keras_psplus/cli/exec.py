@@ -6,8 +6,6 @@ import sys
 from absl import flags
 
 from keras_psplus.cli import command_flags
-from keras_psplus.cli import command_flags as layout_flags
-from keras_psplus.cli import command_flags as strategy_flags
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.console import warn
 from keras_psplus.cluster.discovery import launchers
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> int:
             "ps": config.num_ps if config else 0,
             "chief": "chief" in config.cluster if config else False,
         }
-        os.environ.update(strategy_flags.variables(options, counts))
+        os.environ.update(command_flags.variables(options, counts))
         if options.grace is not None:
             os.environ[GRACE_VARIABLE] = f"{options.grace:g}"
         grace_seconds()  # raises ValueError
@@ -113,7 +111,7 @@ def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
 
     The workers are the last ranks, so that those that come later have the next ones.
     """
-    least, most = layout_flags.workers_of(options.workers)
+    least, most = command_flags.workers_of(options.workers)
     received = f"Received: --workers={options.workers}, --join={options.join}"
     if least is None or most is None:
         raise command_flags.UsageError(
@@ -125,7 +123,7 @@ def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
             "an evaluator goes with a fixed number of workers: leave out --workers or --evaluator. "
             f"{received}, --evaluator"
         )
-    layout_flags.check_range(options, chief)
+    command_flags.check_range(options, chief)
     ranks = find_ranks({**os.environ, MIN_WORKERS_VARIABLE: str(least)})
     size, others = 0 if ranks is None else ranks.size, 1 + options.ps
     room = most + others if options.join is None else most - options.join
@@ -184,5 +182,5 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
         lower_bound=0,
     )
-    strategy_flags.define_strategy(values)
+    command_flags.define_strategy(values)
     return values

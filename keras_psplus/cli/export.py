@@ -11,8 +11,6 @@ from absl import flags
 
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli import command_flags, manifests
-from keras_psplus.cli import command_flags as layout_flags
-from keras_psplus.cli import command_flags as strategy_flags
 from keras_psplus.cluster.discovery import launchers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -83,14 +81,14 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
                 f"Received: --{flag}={value}"
             )
     chief = command_flags.chief_of(options)
-    least, workers = layout_flags.workers_of(options.workers)
+    least, workers = command_flags.workers_of(options.workers)
     counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}
     # Refused here as by `run`.
-    strategy_flags.variables(
+    command_flags.variables(
         options, {"workers": counts["worker"], "ps": options.ps, "chief": chief}
     )
     if least is not None:
-        layout_flags.check_range(options, chief)
+        command_flags.check_range(options, chief)
         if not options.jobset:
             raise command_flags.UsageError(
                 "workers that come and go are pods of a Job of their own, whose parallelism may "
@@ -178,5 +176,5 @@ def _flags() -> flags.FlagValues:
         "A PersistentVolumeClaim that all pods can write, which is mounted at /backups.",
         flag_values=values,
     )
-    strategy_flags.define_strategy(values)
+    command_flags.define_strategy(values)
     return values

@@ -15,8 +15,6 @@ from absl import flags
 from keras_psplus.arguments import whole_number
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli import command_flags
-from keras_psplus.cli import command_flags as layout_flags
-from keras_psplus.cli import command_flags as strategy_flags
 from keras_psplus.cluster import environment, processes
 from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
@@ -74,7 +72,7 @@ def main(argv: list[str]) -> int:
             )
         if options.warm and sys.platform != "linux":
             raise command_flags.UsageError(f"--warm needs Linux. Received: {sys.platform}")
-        layout, min_workers = layout_flags.read_layout(options)
+        layout, min_workers = command_flags.read_layout(options)
         if options.restart == "task" and not layout["ps"]:
             raise command_flags.UsageError(
                 "a task is started again by itself where the others go on without it: in a cluster "
@@ -88,7 +86,7 @@ def main(argv: list[str]) -> int:
                     f"Received: --gpus_per_worker={options.gpus_per_worker}"
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
-        env = strategy_flags.variables(options, layout)
+        env = command_flags.variables(options, layout)
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
             env |= task_ends.environment_of(min_workers)
@@ -188,7 +186,7 @@ def _flags() -> flags.FlagValues:
         "there are fewer than workers, they share them). Other tasks see none.",
         **whole,
     )
-    strategy_flags.define_strategy(values)
+    command_flags.define_strategy(values)
     flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
     flags.DEFINE_string(
         "log_dir",

@@ -93,7 +93,7 @@ _MID_BAR = re.compile(r"(?<=.)keras_psplus: ")
 _ALONE = ("WARNING: All log messages before absl::InitializeLog() is called",)
 # Errors that say that there is no GPU, or that each CUDA library was linked twice.
 _OF_CUDA = re.compile(r"failed call to cuInit|Unable to register cu\w+ factory|computation placer")
-# What each collective under way says when one has failed, which an exception says as well.
+# Lines of each collective under way when one has failed, which an exception says as well.
 _OF_ABORTION = ("base_collective_executor.cc", "ring_alg.cc", "ring_gatherer.cc")
 # Second and further lines.
 _CONTINUED = re.compile(

@@ -264,7 +264,7 @@ def _indices_of_false(mask: tf.Tensor) -> tf.Tensor:
 
 def _by_sorting(matrix: tf.Tensor, count: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     indices = tf.math.top_k(_magnitudes(matrix), count, sorted=False).indices
-    # What a sort leaves is in no order of indices; to mark them is less work than another sort.
+    # A sort by size leaves no order of indices; to mark them is less work than another sort.
     marks = scatter_rows(tf.constant(True), indices, matrix.shape[1])
     found = tf.where(tf.reshape(marks, tf.shape(matrix)))[:, 1]
     indices = tf.reshape(found if has_gpus() else tf.cast(found, tf.int32), tf.shape(indices))

@@ -8,7 +8,6 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.serving import claims as claims_module
-from keras_psplus.cluster.serving import claims as control
 from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import LeaseHolder, ServerLease
 from keras_psplus.cluster.wire import handshake
@@ -56,12 +55,12 @@ def test_another_token_is_refused(monkeypatch, caplog, tmp_path, mine, theirs):
     (port,) = free_ports(1)
     task = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (f"127.0.0.1:{port}",)}, "ps", 0)
     listener = serve.ShutdownListener()
-    channel = control.listen_to_chief(
+    channel = claims_module.listen_to_chief(
         task, {"claim": LeaseHolder("127.0.0.1:1").claim, "word": listener.receive}
     )
     try:
         with pytest.raises(ClusterStartupError, match="control channel.*Received: TF_CONFIG"):
-            control.listen_to_chief(task, {})
+            claims_module.listen_to_chief(task, {})
         lease = ServerLease(task.cluster)
         monkeypatch.setenv(TOKEN_VARIABLE, theirs)
         message = r"ps-0 \(127.*ps-0 belongs to another job: its token differs"

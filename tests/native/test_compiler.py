@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from keras_psplus import native
 from keras_psplus.native import compiler as builder
-from keras_psplus.native import compiler as cache
 from tests import warm
 from tests.endings import wait_for_end
 
@@ -209,7 +208,7 @@ def test_what_others_could_have_written_is_not_used(place, change, reason, compi
 def test_what_belongs_to_others_is_not_used(compiler, monkeypatch):
     compiler('echo library > "$made"')
     library = builder.build()
-    monkeypatch.setattr(cache, "owners", lambda: {os.geteuid() + 1})
+    monkeypatch.setattr(builder, "owners", lambda: {os.geteuid() + 1})
     reason = f"belongs to another user; .*Received: owner {os.geteuid()}"
     with pytest.raises(builder.BuildError, match=reason):
         builder.build()
@@ -283,7 +282,7 @@ def test_without_sources_nothing_is_made(compiler, monkeypatch):
 
 
 def _logs():
-    return list(cache.cache_folder().glob("*/failed-*.log"))
+    return list(builder.cache_folder().glob("*/failed-*.log"))
 
 
 def test_another_process_that_never_ends_is_not_waited_for(compiler, monkeypatch):
@@ -291,8 +290,8 @@ def test_another_process_that_never_ends_is_not_waited_for(compiler, monkeypatch
     said = set()
     monkeypatch.setattr(builder, "info_once", lambda line, *args: said.add(line % args))
     monkeypatch.setattr(builder, "_TIMEOUT", -9)
-    path = cache.cache_folder() / "key"
-    with cache.Folder(path, make=True) as folder, builder._alone(folder, path):
+    path = builder.cache_folder() / "key"
+    with builder.Folder(path, make=True) as folder, builder._alone(folder, path):
         with pytest.raises(builder.BuildError, match="another process has been compiling"):
             with builder._alone(folder, path):
                 pass

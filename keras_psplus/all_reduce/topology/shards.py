@@ -156,7 +156,7 @@ def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
 #     r2      a2 b2 c2 d2         ->  a2+a3 b2+b3         ->  b0+b1+b2+b3
 #     r3      a3 b3 c3 d3         ->  c2+c3 d2+d3         ->  d0+d1+d2+d3
 #
-# What is gathered goes the same way back.
+# Rows that are gathered go the same way back.
 
 
 def ranks_by_place(topology: Topology) -> list[int]:

@@ -76,7 +76,7 @@ def _is_excepted(host: str, entries: Iterable[str]) -> bool:
     return any(host.lower().endswith(entry.lower()) for entry in entries)
 
 
-# Which launcher's variables count; "none" for a process that trains alone.
+# The launcher whose variables count; "none" for a process that trains alone.
 CLUSTER_VARIABLE = "KERAS_PSPLUS_CLUSTER"
 _NONE = "none"
 _READERS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {

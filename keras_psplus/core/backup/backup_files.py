@@ -243,7 +243,7 @@ class WeightsInMemory(saving_lib.H5IOStore):
         finally:
             store.close()
 
-    # What Keras and layers call.
+    # Keras and layers call these.
 
     def __bool__(self) -> bool:
         return True
