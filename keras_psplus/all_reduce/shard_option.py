@@ -21,16 +21,15 @@ from keras_psplus.updates import Updates
 
 # Modules of packages above this one, by name, as a file in `strategies/` is; by engines.
 _SHARDED = "keras_psplus.sharding.extended", "ShardedExtended"
+_BESIDE_TABLES = "keras_psplus.hybrid.engine", "ShardedHybridExtended"
 _ENGINES = {
     "AllReduceEngine": {
         "optimizer": (("keras_psplus.sharding.engine", "ShardedEngine"), _SHARDED),
         "all": (("keras_psplus.sharding.full_engine", "FullyShardedEngine"), _SHARDED),
     },
     "HybridEngine": {
-        "optimizer": (
-            ("keras_psplus.hybrid.engine", "ShardedHybridEngine"),
-            ("keras_psplus.hybrid.engine", "ShardedHybridExtended"),
-        ),
+        "optimizer": (("keras_psplus.hybrid.engine", "ShardedHybridEngine"), _BESIDE_TABLES),
+        "all": (("keras_psplus.hybrid.engine", "FullyShardedHybridEngine"), _BESIDE_TABLES),
     },
 }
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
@@ -87,17 +86,10 @@ def check(shard: str | None, updates: Updates | None, engine: type) -> str | Non
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    known = _ENGINES.get(engine.__name__)
-    if known is None:
+    if engine.__name__ not in _ENGINES:
         raise ValueError(
             "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy or "
             f"HybridStrategy. Received: shard={shard!r}"
-        )
-    if shard not in known:
-        raise ValueError(
-            'HybridStrategy takes shard="optimizer": its largest weights, which are tables, lie on '
-            'parameter servers already. For `shard="all"`, use MultiWorkerMirroredStrategy. '
-            f"Received: shard={shard!r}"
         )
     return shard
 

@@ -40,6 +40,7 @@ class ShardedEngine(AllReduceEngine):
     can_run_eagerly = False
     # Whether each worker keeps all of the weights.
     has_whole_weights = True
+    plan_class = OptimizerPlan
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
@@ -66,7 +67,7 @@ class ShardedEngine(AllReduceEngine):
         return plan
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return OptimizerPlan(optimizer, self.strategy.extended.store.workers)
+        return self.plan_class(optimizer, self.strategy.extended.store.workers)
 
     def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
@@ -121,7 +122,7 @@ class ShardedEngine(AllReduceEngine):
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:
         if (find_place := self._place_of_slot) is None:
-            return call.proceed()
+            return super()._initialize_with_initializer(call)
         variable, initializer = call.owner, call.get("initializer")
         whole, dtype, store = tuple(variable._shape), variable._dtype, self.strategy.extended.store
 

@@ -143,6 +143,7 @@ LAYOUTS = {
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
+    "hybrid21_all": _hybrid(shard="all"),
     "pipedream2": Layout(_makes("PipelineStrategy", schedule="pipedream"), workers=2, chief=True),
     "pipelines2x2": Layout(
         _makes("PipelineStrategy", microbatches=2, pipelines=2), workers=4, chief=True
