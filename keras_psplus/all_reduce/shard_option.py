@@ -31,6 +31,12 @@ _ENGINES = {
         "optimizer": (("keras_psplus.hybrid.engine", "ShardedHybridEngine"), _BESIDE_TABLES),
         "all": (("keras_psplus.hybrid.engine", "FullyShardedHybridEngine"), _BESIDE_TABLES),
     },
+    "ModelParallelEngine": {
+        "optimizer": (
+            ("keras_psplus.tensor_parallel.engine", "ShardedModelParallelEngine"),
+            ("keras_psplus.tensor_parallel.extended", "ModelParallelExtended"),
+        ),
+    },
 }
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 
@@ -86,10 +92,16 @@ def check(shard: str | None, updates: Updates | None, engine: type) -> str | Non
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    if engine.__name__ not in _ENGINES:
+    known = _ENGINES.get(engine.__name__)
+    if known is None:
         raise ValueError(
-            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy or "
-            f"HybridStrategy. Received: shard={shard!r}"
+            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy, "
+            f"HybridStrategy or ModelParallelStrategy. Received: shard={shard!r}"
+        )
+    if shard not in known:
+        raise ValueError(
+            'ModelParallelStrategy takes shard="optimizer": its weights are cut along the axis of '
+            f"the model. Received: shard={shard!r}"
         )
     return shard
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.core.batch import batches
 from keras_psplus.sharding.extended import ShardedExtended
 from keras_psplus.tensor_parallel.group import ModelGroup
@@ -24,9 +25,11 @@ class ModelParallelExtended(ShardedExtended):
 
     _group: ModelGroup | None = None
 
-    def __init__(self, strategy: tf.distribute.Strategy, *args: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, *args: Any, **options: Any) -> None:
         self.grid: Grid = strategy.grid
-        super().__init__(strategy, *args)
+        # Whether an optimizer's slots are cut along columns, too.
+        self.cuts_slots: bool = strategy.shard is not None
+        super().__init__(strategy, *args, **options)
 
     def set_topology(self, topology: Topology | str) -> None:
         if self._group is None:
@@ -48,7 +51,7 @@ class ModelParallelExtended(ShardedExtended):
         launcher, host = (
             one.launchers[0] for one in (self._cross_device_ops, self._host_cross_device_ops)
         )
-        self._of_all_hosts = host
+        self._of_all, self._of_all_hosts = launcher, host
         first = self.take_group_keys(len(rows) + 2 * len(rows[0]))
         in_row = launcher_like(launcher, first + row, rows[row])
         self._group = ModelGroup(in_row, place, len(rows[row]))
@@ -77,7 +80,23 @@ class ModelParallelExtended(ShardedExtended):
 
     @property
     def sharing_workers(self) -> Sequence[int]:
+        if self.cuts_slots:
+            return [rank for column in zip(*self.grid.rows) for rank in column]
         return self.grid.rows[self.world.rank]
+
+    @property
+    def route(self) -> Route:
+        if self.cuts_slots:
+            return Route(self.launcher(0), self.world.rank, len(self.grid.rows))
+        return super().route
+
+    @property
+    def store_route(self) -> Route:
+        if not self.cuts_slots:
+            return self.route
+        workers = self.sharing_workers
+        launcher = launcher_like(self._of_all, self.take_group_keys(1), workers)
+        return Route(launcher, workers.index(self._id_in_cluster), len(workers))
 
     @property
     def sharing_launcher(self) -> Launcher:

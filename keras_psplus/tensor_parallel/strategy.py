@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, startup
+from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, shard_option, startup
 from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import shown
@@ -53,6 +53,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         updates: `keras_psplus.updates.Accumulate(steps)`, or a text such as `"accumulate:4"`, to
             sum and apply gradients once in so many steps; None for every step.
         topology: As there, for these gradients: groups of whole rows of the mesh.
+        shard: `"optimizer"` to cut an optimizer's slots along the axis of batches, too: a worker
+            keeps and updates a piece of what the workers of its column have alike.
 
     Raises:
         ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.
@@ -94,6 +96,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         compression: str | Compressor | dict[str, Any] | None = None,
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
+        shard: str | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -115,6 +118,14 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
         make_layouts = AutomaticLayouts if is_automatic else Layouts
         self.layouts = self.grid and make_layouts(layout_map, self.grid)
+        shard_option.check(shard, updates, self._engine_class)
+        if shard is not None and topology is not None:
+            raise ValueError(
+                "ModelParallelStrategy takes either `shard` or `topology`: pieces of slots go in "
+                f"one hop. Leave one of them out. Received: shard={shard!r}, topology={topology!r}"
+            )
+        # Workers of a single row share slots with no others.
+        self.shard = shard if self.grid and len(self.grid.rows) > 1 else None
         if self.grid:
             _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:
@@ -132,6 +143,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 compression=compression,
                 updates=updates,
                 topology=topology,
+                shard=self.shard,
             )
         devices = len(self.extended.worker_devices)
         if self._is_active and devices > 1:
@@ -146,6 +158,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             "compression": compression,
             "updates": updates,
             "topology": topology,
+            "shard": shard,
         }
 
     @property

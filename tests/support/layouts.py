@@ -133,6 +133,11 @@ LAYOUTS = {
     "all4_topology": Layout(_all_reduce(shard="all", topology=[[0, 3], [1, 2]]), workers=4),
     "tp2": Layout(_mesh(1, 2), workers=2),
     "tp4": Layout(_mesh(2, 2), workers=4),
+    "tp4_shards": Layout(_mesh(2, 2, shard="optimizer"), workers=4),
+    "tp4_shards_int8": Layout(
+        _mesh(2, 2, shard="optimizer", compression={"gradients": "int8", "weights": "int8"}),
+        workers=4,
+    ),
     "tp8_topology": Layout(_mesh(4, 2, topology=[[0, 1, 2, 3], [4, 5, 6, 7]]), workers=8),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
     # One process for what plain Keras lacks, such as tables of any keys.
