@@ -16,7 +16,7 @@ from tests.support.tiers import extended
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "name, calls", [("branching", 2), *extended(("dense", 2), ("penalised", 2), ("Pair", 4))]
+    "name, calls", extended(("branching", 2), ("dense", 2), ("penalised", 2), ("Pair", 4))
 )
 def test_two_replicas_equal_one_process(name, calls):
     found = run("devices2", trained, name=name).first

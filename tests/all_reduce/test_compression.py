@@ -201,6 +201,7 @@ def test_residuals_in_checkpoints_of_the_scripts_own():
     assert_same(weights_of(found, "resumed"), weights_of(found, "whole"))
 
 
+@pytest.mark.extended
 def test_sums_in_pieces_are_those_of_the_whole():
     whole, pieces = (run("ar2", cases.pieces, bucket_bytes=size) for size in (1 << 30, 1000))
     assert_same(list(pieces.first.values()), list(whole.first.values()))

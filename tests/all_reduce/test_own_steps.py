@@ -9,7 +9,7 @@ from tests.support.tiers import extended
 pytestmark = pytest.mark.processes
 
 NAMES = [
-    *("RowsClipped", "ChangedInFunction", "AppliedInLoop"),
+    *("ChangedInFunction", "AppliedInLoop", *extended("RowsClipped")),
     *extended("KeptInVariables", "DerivedByHand", "RowsOfJacobian", "TakenInBranch", "WithInputs"),
     *extended("RowsVectorized", "InFunction", "ChangedAfterFunction", "LoggedAfter"),
 ]

@@ -112,6 +112,7 @@ def test_averaging_at_every_step_is_synchronous_training():
     assert_all_close(simulated("every step", 2), weights, 1e-6)
 
 
+@pytest.mark.extended
 def test_workers_that_look_at_their_weights_together_see_the_same(tmp_path):
     first, second = run("ar2", cases.meetings, folder=str(tmp_path)).values()
     for i in range(4):

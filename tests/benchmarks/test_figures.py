@@ -139,6 +139,7 @@ def test_meter_counts_whole_windows(monkeypatch, tmp_path, capsys):
     assert (second["rate"], len(second["times"])) == ("1gbit", 1)
 
 
+@pytest.mark.extended
 def test_drawings_are_small_and_name_every_method(tmp_path):
     pytest.importorskip("matplotlib")
     from lab import plots

@@ -38,6 +38,7 @@ def check(result, ratios):
     return wire
 
 
+@pytest.mark.extended
 def test_all_workers_have_the_numbers(all_reduce):
     _, results = all_reduce
     assert sorted(results) == ["worker-0", "worker-1"]

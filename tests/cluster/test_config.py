@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_psplus.cluster.config import (
@@ -169,6 +169,7 @@ def configs(draw):
 
 
 @given(configs())
+@settings(max_examples=25)
 def test_round_trip(config):
     assert read_task_config({"TF_CONFIG": config.to_tf_config()}) == config
     assert len(config.peers()) == len(config.tasks()) - 1

@@ -1,6 +1,7 @@
 """What every compressor promises."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
@@ -72,6 +73,7 @@ def test_what_is_not_finite_arrives_in_graphs(compressor):
             tf.nest.map_structure(np.testing.assert_array_equal, after, state)
 
 
+@pytest.mark.extended
 @in_graphs
 def test_graphs_give_the_same_as_eager_calls(compressor):
     tensor = tf.random.stateless_normal([40, 30], [3, 4])

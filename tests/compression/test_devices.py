@@ -48,6 +48,7 @@ def values(shape):
     return [tf.constant(one) for one in (array, np.round(array), wrong)]
 
 
+@pytest.mark.extended
 @for_each("shape", SHAPES)
 @for_each("compressor", COMPRESSORS)
 def test_words_and_what_they_are_decoded_to(compressor, shape, on_both):
@@ -68,6 +69,7 @@ def test_words_and_what_they_are_decoded_to(compressor, shape, on_both):
     tf.nest.map_structure(np.testing.assert_array_equal, processor, gpu)
 
 
+@pytest.mark.extended
 def test_the_largest_are_the_same_ones(on_both):
     def sparse(zeros):
         rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ SIZES = [1, 300, STRETCH, STRETCH + 1, 5 * STRETCH - 7, 40 * STRETCH]
 
 
 @for_each("gpus", [0, 1])
-@for_each("size", SIZES)
+@for_each("size", [1, 300, STRETCH + 1])
 def test_indices_come_back(gpus, size, monkeypatch):
     use_gpus(monkeypatch, gpus)
 

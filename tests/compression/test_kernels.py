@@ -30,6 +30,7 @@ def for_processors_only(function, *specs):
     return {op.type for op in ops if kernels.kernel_for(op) is None}
 
 
+@pytest.mark.extended
 @for_each("dtype, shape", [("bfloat16", [40, 30]), ("float32", [400, 300])])
 @for_each("compressor", ALL)
 def test_every_op_has_a_kernel_for_gpus(compressor, dtype, shape):

@@ -67,6 +67,7 @@ def other_weights_than_the_state():
         return {"steps": trained(f"{folder}/first")[1]}
 
 
+@pytest.mark.extended
 def test_it_goes_on_at_its_batch():
     found = run("devices2", goes_on_without_digests).first
     assert found["steps"] == 3 * BATCHES - (BATCHES + 4)

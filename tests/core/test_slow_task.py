@@ -24,6 +24,7 @@ def run(folder, kind, cause, *flags, **options):
     return output, [line for line in lines if line["event"] == "step_times"]
 
 
+@pytest.mark.extended
 def test_all_reduce(tmp_path):
     cause = "data"
     output, lines = run(tmp_path, "MultiWorkerMirroredStrategy", cause, "--workers=2")

@@ -137,8 +137,8 @@ def test_transformer_equals_one_process(number, shown):
 @pytest.mark.parametrize(
     "script, library, small",
     [
-        ("mnist_convnet.py", None, ["--epochs=1", "--train_size=128"]),
         *extended(
+            ("mnist_convnet.py", None, ["--epochs=1", "--train_size=128"]),
             # KerasHub's tokenizer is an operation of TensorFlow: the strategy has to come before.
             ("text_classification.py", "keras_hub", ["--epochs=1", "--train_size=64"]),
             ("dlrm.py", "keras_rs", ["--epochs=1", "--train_size=1000"]),

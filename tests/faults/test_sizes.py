@@ -54,8 +54,8 @@ def run(name, folder, tasks, *options):
 @pytest.mark.parametrize(
     "name",
     [
-        *("all_reduce", "sync", "pipeline"),
-        *extended("all_reduce_of_three", "hybrid", "mirrored", "placement", "async"),
+        *("all_reduce", "pipeline"),
+        *extended("all_reduce_of_three", "sync", "hybrid", "mirrored", "placement", "async"),
     ],
 )
 def test_a_job_that_is_killed_resumes_in_another_cluster(name, tmp_path):

@@ -46,6 +46,7 @@ def resumed(name, folder):
     return results | cases.contents(model, table)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_equals_one_process():
     found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name="counted")

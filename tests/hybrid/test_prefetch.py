@@ -232,6 +232,7 @@ def test_ids_out_of_range_are_named():
             prefetch.check_range(table, tf.constant([3, value], LONG))
 
 
+@pytest.mark.extended
 def test_each_batch_comes_with_the_one_after_it():
     words = tf.ragged.constant([[1], [2, 3], [4], [5, 6, 7], [8]])
     dataset = tf.data.Dataset.from_tensor_slices((words, tf.range(5))).batch(2)

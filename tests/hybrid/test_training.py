@@ -237,6 +237,7 @@ def test_weights_that_are_no_tables_lie_in_shares():
     assert "4 of 5 variables are cut into equal parts" in results.logs["worker-0"]
 
 
+@pytest.mark.extended
 def test_each_worker_keeps_a_part_of_what_is_no_table():
     log = equals_one_process("hybrid21_shards", optimizer, name="adam_w").logs["worker-0"]
     # Two kernels and two biases.

@@ -317,6 +317,7 @@ def one_job_for_all(address):
     return watch(data, epochs=2, validation_data=of_service(address, "validation", rows=50))
 
 
+@pytest.mark.extended
 def test_each_row_of_the_data_service_is_seen_once_an_epoch(service):
     results = run("ar2", one_job_for_all, same=False, address=service)
     for ids in epochs(results):

@@ -43,6 +43,7 @@ def assert_survivors_name(result, victim, survivors):
         assert "trained to the end" not in log
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_two_survivors_name_a_worker_that_was_killed_at_the_end_of_an_epoch():
     result = run_job("kill", victim=2, step=30, workers=3)

@@ -51,6 +51,7 @@ def test_learned_numbers_equal_one_process(layout):
     equals_one_process(layout, scaled)
 
 
+@pytest.mark.extended
 def test_states_of_rows_that_all_workers_have():
     equals_one_process("tp2", stateful)
 

@@ -44,6 +44,7 @@ def test_one_worker(case, shards):
     run("async_threads", case, shards=shards)
 
 
+@pytest.mark.extended
 @processes
 def test_what_two_synchronous_workers_have_sent_is_averaged():
     run("sync22", cases.as_by_hand, name="powersgd", workers=2)

@@ -36,6 +36,7 @@ def briefly_trained(strategy, name):
         return dynamic_job.train_briefly(name)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_synchronous_training_equals_one_process():
     found = run("sync22", briefly_trained, name="counted").first

@@ -10,6 +10,7 @@ from tests.support import jobs
 JOB = pathlib.Path(__file__).with_name("losses_job.py")
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_errors_are_of_a_lost_worker_a_lost_server_or_a_step():
     lines = jobs.run_script(JOB, may_show_errors=True, TF_CPP_MIN_LOG_LEVEL=3).splitlines()

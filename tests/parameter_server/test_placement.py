@@ -161,6 +161,7 @@ def cut(strategy):
         return model, {}
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_synchronous_training_with_cut_variables_equals_one_process():
     log = equals_one_process("async22", cut, tolerance=1e-4).logs["chief-0"]

@@ -84,6 +84,7 @@ def train(
     return model, {"iterations": model.optimizer.iterations.numpy(), **history.history}
 
 
+@pytest.mark.extended
 def test_asynchronous_training_goes_on_with_fewer_workers(tmp_path):
     # An epoch is a step, which has an order then; Dropout draws on.
     args = {"batch_size": ROWS, "dropout": 0.5}

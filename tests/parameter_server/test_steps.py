@@ -51,6 +51,7 @@ def all_updates_count(strategy):
     }
 
 
+@pytest.mark.extended
 def test_no_update_of_two_workers_is_lost():
     found = run("async22", all_updates_count).first
     assert (found["steps"], found["iterations"], found["evaluated"]) == (100, 100, 200)
@@ -174,6 +175,7 @@ def slow(pauses, **arguments):
     return results.first, results.logs["chief-0"]
 
 
+@pytest.mark.extended
 def test_synchronous_steps_wait_for_a_slow_worker():
     found, _ = slow("sync", mode="sync")
     # Half of each batch was each worker's.

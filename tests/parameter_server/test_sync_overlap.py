@@ -251,8 +251,8 @@ def a_function_that_writes_ends_it(strategy):
     [
         first_steps_are_measured_with_and_without,
         almost_all_steps_overlap_and_bytes_are_those_of_one_read_a_step,
-        callbacks_may_write,
         *extended(
+            callbacks_may_write,
             steps_are_counted_with_the_present_one,
             an_error_changes_no_weight,
             steps_that_overlap_and_others_take_turns,

@@ -206,6 +206,7 @@ def summed_by_two(strategy):
     return of_ones(strategy, updates.Accumulate(4, flush=True), 30)
 
 
+@pytest.mark.extended
 def test_two_workers_send_sums():
     found = run("async22", summed_by_two).first
     # Of 30 batches, each worker has updated with every four, and with the rest at the epoch's end.

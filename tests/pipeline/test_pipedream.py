@@ -129,6 +129,7 @@ def test_two_batches_are_under_way(pipeline):
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.extended
 def test_whoever_looks_sees_all_updates(pipeline, tmp_path):
     """Reading a weight, saving and evaluating end the steps that are under way."""
 

@@ -20,6 +20,7 @@ def test_state_and_seeds_are_used_once(pipeline):
     check_equal(*runs)
 
 
+@pytest.mark.extended
 def test_activations_are_computed_twice_in_training_alone(pipeline, monkeypatch):
     repeated = []
     original = recompute.StageReplay._repeat

@@ -22,11 +22,11 @@ GPIPE, RECOMPUTED, COMPILED, TWO = "gpipe", "recomputed", "compiled", "two pipel
 # What evaluates and predicts, too; all do of those that `make test-all` adds.
 EVALUATED = "evaluated"
 WAYS = [
-    ("tied", TWO, GPIPE, EVALUATED),
-    ("own_step", TWO),
+    ("own_step", TWO, GPIPE, EVALUATED),
     ("loss_of_rows",),
 ]
 MORE_WAYS = [
+    ("tied", TWO, GPIPE, EVALUATED),
     ("mean_with_sample_weight", EVALUATED),
     ("same_twice", COMPILED, GPIPE),
     ("frozen", TWO, RECOMPUTED),
@@ -92,11 +92,13 @@ def test_stages_do_what_the_schedule_says(name, pipeline, monkeypatch):
                 assert traced.index(other) < traced.index(action)
 
 
+@pytest.mark.extended
 def test_of_fewer_rows_than_microbatches_each_is_one(pipeline):
     model, _, predicted = train(pipeline(2, microbatches=8), models.nested, batch_size=4, epochs=1)
     np.testing.assert_allclose(predicted, model.predict(X, batch_size=3, verbose=0), atol=1e-5)
 
 
+@pytest.mark.extended
 def test_an_optimizer_that_is_built_before_trains_as_well(pipeline, tmp_path):
     def run(strategy):
         keras.backend.clear_session()

@@ -71,7 +71,8 @@ def traced_before(scope):
 @pytest.mark.parametrize(
     "layout, way",
     [
-        *(("all2", "archive"), ("hybrid22", "model"), ("stages2", "archive")),
+        ("stages2", "archive"),
+        *extended(("all2", "archive"), ("hybrid22", "model")),
         *extended(("ar2", "archive"), ("tp2", "archive"), ("hybrid22", "archive")),
         *extended(("sync_sharded", "archive")),
     ],

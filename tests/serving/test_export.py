@@ -34,6 +34,7 @@ def predicted_alone(folder, tmp_path, **inputs):
     return dict(np.load(tmp_path / "outputs.npz"))
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_predictions_need_tensorflow_alone(tmp_path):
     keras.utils.set_random_seed(0)

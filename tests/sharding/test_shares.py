@@ -10,7 +10,7 @@ from tests.support.tiers import extended
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-TRAINED = ["adamw", "muon", "counting"]
+TRAINED = ["adamw", "muon", *extended("counting")]
 SAID = {
     "adamw": "in shares: the slots of 6 variables are cut into equal parts",
     "muon": "lie whole on one worker each (its update is not known to be element-wise)",

@@ -68,11 +68,12 @@ def test_each_worker_has_its_part():
         assert_close(found, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("other", ["plain", *extended("tp4")])
+@pytest.mark.parametrize("other", extended("plain", "tp4"))
 def test_files_go_on_elsewhere(other, tmp_path):
     check_files("tp2", tmp_path, other)
 
 
+@pytest.mark.extended
 def test_accumulated_rows_equal_those_of_one_process():
     equals_one_process("tp2", shares.accumulated, name="places")
 

@@ -71,6 +71,7 @@ def run(installed, folder, *command):
     return done.stdout
 
 
+@pytest.mark.extended
 def test_both_hold_what_is_needed(built):
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     assert wheel.name.startswith(f"keras_psplus-{versions.__version__}-py3-none-any")
@@ -105,6 +106,7 @@ def test_two_workers_train_with_the_installed_wheel(installed, tmp_path):
         assert f"[{task}] {versions.__version__} MultiWorkerMirroredStrategy 2" in printed
 
 
+@pytest.mark.extended
 def test_commands_work_without_a_checkout(installed, tmp_path):
     assert "all_reduce_int8" in run(installed, tmp_path, "-m", "keras_psplus", "run", "--list")
     export = ("export", "kubernetes", "--workers", "2", "--image", "example/train:1", "train.py")
