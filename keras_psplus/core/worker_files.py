@@ -25,8 +25,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.files import atomic, integrity
+from keras_psplus.files import integrity
 from keras_psplus.files.integrity import open_file
+from keras_psplus.files.replace import sync
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
 
@@ -206,7 +207,7 @@ class WorkerFiles:
             write(f"{path}.tmp", self._state.entries(self._state.owners(model), lost))
             tf.io.gfile.rename(f"{path}.tmp", path)
             # The disk has it when this returns.
-            atomic.sync(path)
+            sync(path)
             return {name: integrity.digest_of_file(path)}
         except _FILE_ERRORS:
             _remove((name, f"{name}.tmp"), folder)

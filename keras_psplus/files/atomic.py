@@ -101,17 +101,6 @@ def clear(target: str | os.PathLike[str], task: str | None = None) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: str) -> None:
-    """Waits until the disk has a file, or a folder's list of files."""
-    if "://" in path:
-        return  # What is not a local disk has it once the file is closed.
-    handle = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _is_left(path: str, name: str, target: str, task: str | None) -> bool:
     match = _TEMPORARY.fullmatch(name)
     if match is None or path in _active:

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.files import atomic
+from keras_psplus.files.replace import replace
 from keras_psplus.log import logger
 
 FILE = ".keras_psplus-owner.json"
@@ -178,10 +179,8 @@ class _Owner:
     def write(self) -> None:
         """Writes this process's name and number of beats."""
         tf.io.gfile.makedirs(self._folder)
-        temporary = f"{self._path}-{self._facts['id']}"
-        with tf.io.gfile.GFile(temporary, "w") as file:
-            file.write(json.dumps(self._facts))
-        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+        # An owner does not outlive its machine, whose disk need not have this.
+        replace(self._path, json.dumps(self._facts).encode(), is_durable=False)
 
     def _in_use(self, facts: dict[str, Any]) -> FolderInUseError:
         return FolderInUseError(

@@ -20,6 +20,7 @@ from keras_psplus.cluster.monitor import goodput, trace
 from keras_psplus.cluster.monitor.goodput import Goodput
 from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, encode, now
 from keras_psplus.cluster.process import process_state
+from keras_psplus.files.replace import replace
 
 # A folder for each local job of this user, from which `keras-psplus status` reads.
 #
@@ -171,9 +172,8 @@ def remove(folder: pathlib.Path) -> None:
 
 
 def _replace(path: pathlib.Path, value: Any) -> None:
-    own = path.with_name(f".{path.name}.{os.getpid()}")
-    own.write_text(encode(value))
-    os.replace(own, path)
+    # Steps do not wait for a disk: the folder ends with its launcher.
+    replace(path, encode(value).encode(), is_durable=False)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
@@ -409,6 +409,4 @@ def answer(folder: pathlib.Path, what: str, function: Callable[[], str]) -> None
                 said = function()
             except RequestError as refused:
                 error = str(refused)
-            own = request.with_suffix(f".{os.getpid()}")
-            own.write_text(encode([said, error]))
-            os.replace(own, request.with_suffix(_ANSWER))
+            _replace(request.with_suffix(_ANSWER), [said, error])

@@ -23,7 +23,8 @@ import tensorflow as tf
 
 from keras_psplus.core.backup import backup_states, fit_calls
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.files import atomic, integrity, ownership
+from keras_psplus.files import integrity, ownership
+from keras_psplus.files.replace import sync
 from keras_psplus.keras_internals.keras_parts import file_utils, saving_lib
 
 _WRITING, _COMPLETE, _ENDED = "writing", "complete", "ended"
@@ -165,7 +166,7 @@ def _commit(callback: keras.callbacks.BackupAndRestore) -> None:
     complete = file_utils.join(callback.backup_dir, _COMPLETE)
     _remove(complete)
     tf.io.gfile.rename(file_utils.join(callback.backup_dir, _WRITING), complete)
-    atomic.sync(str(callback.backup_dir))
+    sync(str(callback.backup_dir))
 
 
 def bytes_of(model: keras.Model) -> int:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.files import atomic, integrity
+from keras_psplus.files import integrity
+from keras_psplus.files.replace import sync
 from keras_psplus.files.tables import LIST, read_list, stems_of
 from keras_psplus.keras_internals.keras_parts import file_utils
 from keras_psplus.log import logger
@@ -45,7 +46,7 @@ def write_digests(folder: str, worker_files: dict[str, str]) -> None:
         file.write(integrity.to_json(content, indent=1))
     # Before it counts, also if the power fails.
     for name in (*files, _DIGESTS):
-        atomic.sync(file_utils.join(folder, name))
+        sync(file_utils.join(folder, name))
 
 
 def find(callback: keras.callbacks.BackupAndRestore) -> list[dict[str, Any]]:
