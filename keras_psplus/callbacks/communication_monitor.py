@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
-from keras_psplus.communication import Communication, ratio
+from keras_psplus.communication import Communication, Totals, ratio
 from keras_psplus.log import warn_once
 
 
@@ -56,8 +56,8 @@ class CommunicationMonitor(keras.callbacks.Callback):
     # Keras then does not hold up the next step for it. Batches may end on several threads.
     async_safe = True
 
-    _start: _Totals
-    _before_test: _Totals
+    _start: Totals
+    _before_test: Totals
     _steps: int
     _shown: dict[str, float]
     _next_update: float
@@ -116,12 +116,12 @@ class CommunicationMonitor(keras.callbacks.Callback):
             logs.update(shown)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._before_test = self._totals()
+        self._before_test = Totals.of(self._communication)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         # As if the epoch had begun later by what the evaluation took.
         with self._lock:
-            self._start += self._totals() - self._before_test
+            self._start += Totals.of(self._communication) - self._before_test
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # The last of several steps per execution may be beyond the end of the data.
@@ -130,7 +130,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         if self._communication is None or not self._steps:
             return
         values = self._per_step()
-        if not any(dataclasses.astuple(self._totals() - self._start)):
+        if not any(dataclasses.astuple(Totals.of(self._communication) - self._start)):
             warn_once("CommunicationMonitor: nothing was sent, as with a single replica")
         if logs is not None:
             logs.update(values)
@@ -163,25 +163,14 @@ class CommunicationMonitor(keras.callbacks.Callback):
             self._writer = None
 
     def _begin_epoch(self) -> None:
-        self._start = self._before_test = self._totals()
+        self._start = self._before_test = Totals.of(self._communication)
         self._steps = 0
         self._shown = {}
         self._next_update = -math.inf
 
-    def _totals(self) -> _Totals:
-        if self._communication is None:
-            return _Totals()
-        traffic = self._communication.traffic()
-        return _Totals(
-            sum(entry.logical_bytes for entry in traffic),
-            sum(entry.compressed_bytes for entry in traffic),
-            sum(entry.wire_bytes for entry in traffic),
-            self._communication.seconds,
-        )
-
     def _per_step(self) -> dict[str, float]:
         """The numbers of the epoch up to now, for each of its steps."""
-        spent = self._totals() - self._start
+        spent = Totals.of(self._communication) - self._start
         return {
             "comm/bytes": spent.wire_bytes / self._steps,
             "comm/ratio": ratio(spent.logical_bytes, spent.compressed_bytes),
@@ -196,21 +185,3 @@ class CommunicationMonitor(keras.callbacks.Callback):
             for name, value in values.items():
                 tf.summary.scalar(name, value, step=epoch)
         self._writer.flush()
-
-
-@dataclasses.dataclass
-class _Totals:
-    """Totals of bytes and waits since the strategy was made."""
-
-    logical_bytes: int = 0
-    compressed_bytes: int = 0
-    wire_bytes: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: _Totals) -> _Totals:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
-        return _Totals(*(a + b for a, b in pairs))
-
-    def __sub__(self, other: _Totals) -> _Totals:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
-        return _Totals(*(a - b for a, b in pairs))

@@ -13,7 +13,7 @@ from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.monitor.goodput import EVALUATION
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.task_report import TaskReport
-from keras_psplus.communication import Communication
+from keras_psplus.communication import Communication, Totals
 
 # Between two lines of one task.
 _SECONDS = 1.0
@@ -39,7 +39,7 @@ class StepReport(keras.callbacks.Callback):
         self._is_training = False
         self._own_steps = self._epoch = self._batch = self._counted = 0
         self._loss: float | None = None
-        self._since = _Moment(0.0, 0, 0, 0, 0.0, {})
+        self._since = _Moment(0.0, 0, Totals(), {})
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         strategy = getattr(self.model, "distribute_strategy", None)
@@ -102,7 +102,7 @@ class StepReport(keras.callbacks.Callback):
         steps = now.step - since.step
         if steps <= 0:
             return
-        self._since = now
+        self._since, spent = now, now.totals - since.totals
         none = StepTimes()
         self._report.steps(
             {name: each.since(since.times.get(name, none)) for name, each in now.times.items()},
@@ -112,20 +112,17 @@ class StepReport(keras.callbacks.Callback):
             steps=steps,
             loss=_number(self._loss),
             ms=round((now.seconds - since.seconds) / steps * 1e3, 3),
-            bytes_sent=round((now.sent - since.sent) / steps),
+            bytes_sent=round(spent.sent_bytes / steps),
             # What is summed by all-reduce is counted where it is sent.
-            bytes_received=round((now.received - since.received) / steps) if now.received else None,
-            wait_ms=round((now.waited - since.waited) / steps * 1e3, 3),
+            bytes_received=round(spent.pulled_bytes / steps) if now.totals.pulled_bytes else None,
+            wait_ms=round(spent.seconds / steps * 1e3, 3),
         )
 
     def _moment(self) -> _Moment:
-        traffic = [] if self._communication is None else self._communication.traffic()
         return _Moment(
             time.perf_counter(),
             self._steps,
-            sum(entry.wire_bytes for entry in traffic if entry.direction != "pull"),
-            sum(entry.wire_bytes for entry in traffic if entry.direction == "pull"),
-            0.0 if self._communication is None else self._communication.seconds,
+            Totals.of(self._communication),
             {} if self._progress is None else self._progress.times(),
         )
 
@@ -135,9 +132,7 @@ class _Moment(NamedTuple):
 
     seconds: float
     step: int
-    sent: int
-    received: int
-    waited: float
+    totals: Totals
     times: dict[str, StepTimes]
 
 
