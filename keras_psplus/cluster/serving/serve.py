@@ -19,7 +19,7 @@ from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError,
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import signals, tuning
 from keras_psplus.cluster.serving import claims
-from keras_psplus.cluster.serving.claims import Departure, LeaseHolder
+from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError
@@ -136,6 +136,9 @@ class ShutdownNotifier:
 _POLL = 0.5
 _GREETING_TIMEOUT = 2.0
 _CHIEF_GONE = 5.0  # seconds without a connection after which the chief has ended
+# For a worker's answer to its chief, which asks its workers every second whether they have got
+# SIGTERM. It gives one that has no more steps, and lets it go once it has done those that it has.
+_DEPARTURE_SECONDS = 0.2
 _RECONNECT = 30.0  # gRPC closes a connection that never speaks HTTP/2: ours is renewed before
 
 
@@ -187,17 +190,22 @@ def serve(
     tuning.tune()
     if config.task_type == "ps":
         tuning.hide_gpus()
-    listener, departure = ShutdownListener(), Departure(log)
+    listener = ShutdownListener()
     if may_leave:
-        departure.watch()
+        signals.SIGNAL.watch(mode="leave")
+
+    def let_go() -> None:
+        log("the chief does without this worker, which ends: it was told to (SIGTERM)")
+        signals.SIGNAL.end_after(_DEPARTURE_SECONDS)
+
     # Before TensorFlow's server, by which a chief sees that this task is here.
     channel = claims.listen_to_chief(
         config,
         {
             "claim": LeaseHolder(address).claim,
             "word": listener.receive,
-            "is_told_to_end": lambda: signals.SIGNAL.is_noted or departure.is_due,
-            "let_go": departure.let_go,
+            "is_told_to_end": lambda: signals.SIGNAL.is_noted,
+            "let_go": let_go,
             "versions": own_versions,
         },
     )
