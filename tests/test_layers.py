@@ -11,7 +11,7 @@ ROOT = structure.ROOT / structure.PACKAGE
 LAYERS = """
 log
 activation
-arguments errors files specs text_table tracebacks
+arguments errors files specs text_table
 keras_internals
 tf_internals communication planning versions
 engine

@@ -53,8 +53,6 @@ _OF_STAGES = ("microbatches", "schedule")
 _OF_TABLE = ("workers", "ps", "link", "links", "delay", "memory")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _SIZE = re.compile(r"(\d+\.?\d*)([KMGT])(i?)B", re.IGNORECASE)
-# `tracebacks.FULL_VARIABLE`, whose module needs TensorFlow.
-_FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
 
 
 class ScriptError(Exception):
@@ -278,8 +276,6 @@ def _environment(request: Mapping[str, Any]) -> dict[str, str]:
         **inherited,
         lookup.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
         launch_flags.PLAN_REQUEST_VARIABLE: json.dumps(request),
-        # `_problem` sees by the frames whether the library has refused something.
-        _FULL_TRACEBACK: "1",
         "PYTHONPATH": python_path(),
     }
 

@@ -7,8 +7,7 @@ last entries are not replaced as a whole: a module changes them for objects of i
 import sys
 from typing import Any
 
-from keras_psplus import tracebacks
-from keras_psplus.cluster.process.signals import EXITS
+from keras_psplus.cluster.process.signals import EXITS, UNCAUGHT
 from keras_psplus.keras_hooks.hook import Hook
 from keras_psplus.tf_internals import context, distributed_values, func_graph, resource_variable_ops
 
@@ -18,7 +17,7 @@ def _if_watched(_: Any) -> object | None:
 
 
 def _of_uncaught(_: Any) -> object:
-    return tracebacks.UNCAUGHT
+    return UNCAUGHT
 
 
 def _of_rows(variable: Any) -> Any:
@@ -40,7 +39,7 @@ HOOKS = (
         [],
         _of_uncaught,
         "show",
-        "peers hear of an error that ends the script; frames of libraries are left out",
+        "peers hear of an error that ends the script",
     ),
     *(
         Hook(

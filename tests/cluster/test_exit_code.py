@@ -1,10 +1,11 @@
-"""With what exit code a process is about to end."""
+"""With what exit code a process is about to end, and who hears of its error."""
 
 import sys
 
 import pytest
 
 from keras_psplus.cluster.process import signals
+from keras_psplus.engine import Call
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,16 @@ def test_the_last_one_counts(monkeypatch):
     assert not signals.is_bad()
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert signals.is_bad()
+
+
+def test_an_error_is_reported_before_it_is_shown_and_waited_for_afterwards(monkeypatch):
+    order, error = [], KeyError("x")
+
+    def report(kind, found):
+        assert (kind, found) == (KeyError, error)
+        order.append("reported")
+        return lambda: order.append("waited")
+
+    monkeypatch.setattr(signals.UNCAUGHT, "reporters", [report, lambda *_: None])
+    signals.UNCAUGHT.show(Call(lambda *_: order.append("shown"), KeyError, (error, None)))
+    assert order == ["reported", "shown", "waited"]

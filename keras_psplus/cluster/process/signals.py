@@ -1,4 +1,4 @@
-"""SIGTERM to a process that trains or serves, and the process's exit code."""
+"""SIGTERM to a process that trains or serves, and the error that ends it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from keras_psplus.engine import Call
@@ -213,6 +214,29 @@ class _Exits:
 
 
 EXITS = _Exits()
+
+
+class _Uncaught:
+    """Exceptions that end the process, which `sys.excepthook` is called with.
+
+    Attributes:
+        reporters: List of functions of an exception's class and the exception, called before it is
+            shown. Each returns a function to be called afterwards, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reporters: list[Callable[[type[BaseException], BaseException], Any]] = []
+
+    def show(self, call: Call) -> None:
+        """`sys.excepthook`, which is replaced as `sys.exit` is."""
+        error: BaseException = call.args[0]
+        waits = [report(call.owner, error) for report in self.reporters]
+        call.proceed()
+        for wait in filter(None, waits):
+            wait()
+
+
+UNCAUGHT = _Uncaught()
 
 
 def watch() -> None:
