@@ -9,7 +9,7 @@ from tests.support.tables import for_each
 ROOT = structure.ROOT / structure.PACKAGE
 # From the bottom to the top: a line is a layer.
 LAYERS = """
-log
+log process_identity
 activation
 arguments errors files specs text_table
 keras_internals

@@ -248,7 +248,7 @@ def test_a_worker_that_is_started_again_gets_no_tables_of_the_start_before(monke
         task = TaskConfig(server._task.cluster, "worker", 0)
         Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 20)
         # Another process of the same name, in which pushes are counted from the beginning.
-        monkeypatch.setattr(servers_module, "own_id", lambda pid: "another")
+        monkeypatch.setattr(servers_module, "own_id", lambda: "another")
         # It waits for the next server, which does not come here.
         with pytest.raises(ClusterStartupError, match="ps-0 did not come to .* Start it"):
             Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 2)

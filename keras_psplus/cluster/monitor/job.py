@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from keras_psplus import process_identity
 from keras_psplus.cluster.console import warn
 from keras_psplus.cluster.monitor import goodput, trace
 from keras_psplus.cluster.monitor.goodput import Goodput
 from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, encode, now
-from keras_psplus.cluster.process import process_state
 from keras_psplus.files.replace import replace
 
 # A folder for each local job of this user, from which `keras-psplus status` reads.
@@ -50,7 +50,7 @@ def make() -> pathlib.Path:
     check(above)
     _clear(above)
     return pathlib.Path(
-        tempfile.mkdtemp(prefix=f"{os.getpid()}-{process_state.namespace()}-", dir=above)
+        tempfile.mkdtemp(prefix=f"{os.getpid()}-{process_identity.machine()}-", dir=above)
     )
 
 
@@ -60,10 +60,10 @@ def _clear(above: pathlib.Path) -> None:
         for folder in above.iterdir():
             # Another container, which may have this folder too, has process ids of its own.
             pid, _, others = folder.name.partition("-")
-            if not pid.isdigit() or others.partition("-")[0] != process_state.namespace():
+            if not pid.isdigit() or others.partition("-")[0] != process_identity.machine():
                 continue
             birth = (_read(folder / _JOB) or {}).get("birth")
-            if process_state.state_of(int(pid), birth) == process_state.ENDED:
+            if process_identity.state_of(int(pid), birth) == process_identity.ENDED:
                 remove(folder)
 
 
@@ -84,7 +84,7 @@ def check(above: pathlib.Path) -> None:
 
 def is_running(job: dict[str, Any]) -> bool:
     """Whether a job's launcher runs, by what `read_all` has of it."""
-    return process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
+    return process_identity.state_of(job["pid"], job["birth"]) != process_identity.ENDED
 
 
 def write_job(folder: pathlib.Path, job: dict[str, Any]) -> None:
@@ -221,7 +221,7 @@ class JobRecord:
         self._leads = "chief-0" if layout.get("chief") else "worker-0"
         self._job: dict[str, Any] = {
             "pid": os.getpid(),
-            "birth": process_state.birth_of(os.getpid()),
+            "birth": process_identity.birth_of(os.getpid()),
             "began": now(),
             "command": list(command),
             "layout": {job: int(count) for job, count in layout.items() if count},
@@ -287,7 +287,12 @@ class JobRecord:
         Args:
             restart: How often tasks of the job, or all of it, were started again before.
         """
-        task = {"pid": pid, "birth": process_state.birth_of(pid), "began": now(), "exit_code": None}
+        task = {
+            "pid": pid,
+            "birth": process_identity.birth_of(pid),
+            "began": now(),
+            "exit_code": None,
+        }
         with self._lock:
             is_again = name in self._job["tasks"]
             self._job["tasks"][name] = task

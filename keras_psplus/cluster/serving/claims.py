@@ -24,8 +24,9 @@ from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address, port_holder
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity, own_id
+from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.log import warn_once
+from keras_psplus.process_identity import own_id
 
 # The control channel of a task that serves TensorFlow, on a port of its own.
 
@@ -179,7 +180,7 @@ class ServerLease:
         }
         self._config = config
         me = PeerIdentity.of(config) if config else PeerIdentity.of_chief()
-        own = {"process": own_id(me.pid), "address": config.address if config else None}
+        own = {"process": own_id(), "address": config.address if config else None}
         self._own = {"who": me.who, "host": me.host, **own}
 
     def claim_all(self, but: Collection[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -108,12 +107,6 @@ def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = No
             "Start every task on the host that its address names"
         )
     return None
-
-
-@functools.cache
-def own_id(pid: int) -> str:
-    """Unique id of this process, for all of its strategies; a fork has another `pid`."""
-    return f"{pid}-{uuid.uuid4().hex}"
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
