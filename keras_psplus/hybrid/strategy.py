@@ -18,10 +18,10 @@ from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config
+from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.launcher import launch_flags
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
 from keras_psplus.cluster.startup.local_address import listen_on_own_address
 from keras_psplus.cluster.wire.identity import PeerIdentity

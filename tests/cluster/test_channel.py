@@ -13,8 +13,7 @@ import pytest
 
 from keras_psplus.cluster.channel import client as client_module
 from keras_psplus.cluster.channel import server as server_module
-from keras_psplus.cluster.channel import sessions as sessions_module
-from keras_psplus.cluster.channel import tls
+from keras_psplus.cluster.channel import sessions, tls
 from keras_psplus.cluster.channel.client import ChannelClient, ChannelError, ConnectionWatch
 from keras_psplus.cluster.channel.server import METHOD, ChannelServer
 from keras_psplus.cluster.channel.sessions import (
@@ -22,12 +21,12 @@ from keras_psplus.cluster.channel.sessions import (
     Authenticator,
     JobSecret,
     RefusedError,
+    Secret,
     Session,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address, free_ports
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.handshake import Listener
@@ -124,7 +123,7 @@ def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
 
 
 def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
-    monkeypatch.setattr(sessions_module, "_MOST_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "_MOST_SESSIONS", 3)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         sent = []
         old = session(client, sent=sent)
@@ -203,7 +202,7 @@ SERVER = (
 import time
 from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
-from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.channel.sessions import Secret
 
 gate = Authenticator(Secret("of the job"), "")
 server = ChannelServer(sys.argv[1], gate, lambda body, host: body)

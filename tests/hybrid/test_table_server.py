@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import read_list
 from keras_psplus.hybrid.files import saving

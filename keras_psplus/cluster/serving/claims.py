@@ -18,11 +18,10 @@ from typing import Any
 from keras_psplus.cluster.channel import tls
 from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
 from keras_psplus.cluster.channel.server import ChannelServer
-from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Session
+from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Secret, Session
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address, port_holder
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.log import warn_once

@@ -20,12 +20,11 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.cluster.channel.server import ChannelServer
-from keras_psplus.cluster.channel.sessions import Authenticator
+from keras_psplus.cluster.channel.sessions import Authenticator, Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.process.signals import SIGNAL
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import claims
 from keras_psplus.cluster.serving import serve as cluster_serve
 from keras_psplus.cluster.startup.preflight import check_local_address
@@ -97,7 +96,7 @@ class TableServer:
     """Serves this task's shards.
 
     Args:
-        secret: What every client has to know, the `secret.Secret` of the job's token.
+        secret: What every client has to know, the `Secret` of the job's token.
         options: Dict of what `TableShard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         log: Function that takes a line of progress.
