@@ -11,11 +11,7 @@ import time
 
 import pytest
 
-from keras_psplus.cluster.channel import client as client_module
-from keras_psplus.cluster.channel import server as server_module
-from keras_psplus.cluster.channel import sessions, tls
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError, ConnectionWatch
-from keras_psplus.cluster.channel.server import METHOD, ChannelServer
+from keras_psplus.cluster.channel import sessions, tls, transport
 from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
     Authenticator,
@@ -23,6 +19,13 @@ from keras_psplus.cluster.channel.sessions import (
     RefusedError,
     Secret,
     Session,
+)
+from keras_psplus.cluster.channel.transport import (
+    METHOD,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    ConnectionWatch,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -137,7 +140,7 @@ def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_CALLS", 1)
+    monkeypatch.setattr(transport, "_MOST_CALLS", 1)
     inside, goes_on = threading.Event(), threading.Event()
 
     def handle(body, host):
@@ -169,14 +172,14 @@ def test_a_busy_server_is_asked_again(monkeypatch):
 
 
 def test_garbage_and_silence_are_bounded(monkeypatch):
-    monkeypatch.setattr(server_module, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(transport, "_HANDSHAKE_SECONDS", 1)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
             answer = json.loads(client.send(text, 5))
             assert set(answer) in ({"error"}, {"session", "process", "hint"})
         with pytest.raises(ChannelError, match="1100000 bytes is larger than"):
             client.send("x" * 1_100_000, 5)
-        monkeypatch.setattr(client_module, "LONGEST", 1 << 30)
+        monkeypatch.setattr(transport, "LONGEST", 1 << 30)
         with pytest.raises(ChannelError, match="larger than max"):
             client.send("x" * 1_100_000, 5)
         host, port = echo.address.split(":")
@@ -200,7 +203,7 @@ SERVER = (
     WITHOUT_TENSORFLOW
     + """
 import time
-from keras_psplus.cluster.channel.server import ChannelServer
+from keras_psplus.cluster.channel.transport import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
 from keras_psplus.cluster.channel.sessions import Secret
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from keras_psplus.cluster.channel.client import ChannelClient
 from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel.transport import ChannelClient
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports

@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError
-from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Secret, Session
+from keras_psplus.cluster.channel.transport import ChannelClient, ChannelError, ChannelServer
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address, port_holder

@@ -11,9 +11,8 @@ import threading
 import time
 
 from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.client import BUSY, ChannelClient, ChannelError
-from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator, JobSecret, RefusedError, Session
+from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError, ChannelServer
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.wire import identity

@@ -19,8 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.server import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator, Secret
+from keras_psplus.cluster.channel.transport import ChannelServer
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.process import tuning

@@ -102,9 +102,11 @@ _OF_STEPS = (
 )
 _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 
-_LIBRARIES = [str(pathlib.Path(m.__file__).resolve().parent) for m in (tf, keras, keras_psplus)]
+_LIBRARIES = [
+    str(pathlib.Path(str(m.__file__)).resolve().parent) for m in (tf, keras, keras_psplus)
+]
 # What a library's function comes through on the way to the script's.
-_BETWEEN = [str(pathlib.Path(m.__file__).resolve()) for m in (contextlib, threading)]
+_BETWEEN = [str(pathlib.Path(str(m.__file__)).resolve()) for m in (contextlib, threading)]
 
 
 def is_of_step(error: BaseException) -> bool:
