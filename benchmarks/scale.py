@@ -23,11 +23,11 @@ import time
 import types
 
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.startup import peer_discovery
 from keras_psplus.cluster.startup.preflight import wait_for_cluster
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import control as control_module
 from keras_psplus.core.jobs.control import ControlPlane
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
 from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.handshake import ANSWERS, GONE, SILENT, is_silent, places_of
 from keras_psplus.cluster.startup import peer_discovery
-from keras_psplus.cluster.wire.identity import ANSWERS, GONE, SILENT, is_silent, places_of
 from keras_psplus.core.jobs import failure
 from tests.support.tables import for_each
 

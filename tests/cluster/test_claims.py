@@ -4,13 +4,13 @@ import socket
 
 import pytest
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.serving import claims as claims_module
 from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import LeaseHolder, ServerLease
-from keras_psplus.cluster.wire import handshake
 from tests.cluster import certificates
 
 

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.channel.transport import ChannelClient
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.handshake import PeerIdentity, conflict
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.startup import peer_discovery
 from keras_psplus.cluster.startup.preflight import (
@@ -18,8 +20,6 @@ from keras_psplus.cluster.startup.preflight import (
     probe_peers,
     wait_for_cluster,
 )
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 
 
 def make_cluster(workers, ps=0):

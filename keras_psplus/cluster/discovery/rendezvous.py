@@ -13,11 +13,10 @@ import socket
 import time
 from collections.abc import Callable
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError, split_address
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.handshake import Listener
-from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.handshake import Listener, PeerIdentity
 from keras_psplus.log import logger
 
 _PAUSE, _LOG_EVERY = 0.3, 10.0

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel import tls
 from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Secret, Session
 from keras_psplus.cluster.channel.transport import ChannelClient, ChannelError, ChannelServer
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.ports import control_address, port_holder
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.log import warn_once
 from keras_psplus.process_identity import own_id
 

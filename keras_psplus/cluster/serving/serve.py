@@ -14,6 +14,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from keras_psplus import versions
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
@@ -21,7 +22,6 @@ from keras_psplus.cluster.process import signals, tuning
 from keras_psplus.cluster.serving import claims
 from keras_psplus.cluster.serving.claims import LeaseHolder
 from keras_psplus.cluster.startup.preflight import check_local_address
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError
 
 # Shutdown messages of a chief to the tasks that serve it.

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, TypeVar
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
+from keras_psplus.cluster.handshake import Listener, PeerIdentity, conflict
 from keras_psplus.cluster.startup.local_address import is_local
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.handshake import Listener
-from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
 
 # Peers that a task contacts in a large cluster, instead of all others.
 

@@ -5,16 +5,16 @@ import sys
 import time
 from collections.abc import Callable, Collection
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.startup.local_address import (
     DNS_PATIENCE,
     check_own_address,
     listen_on_own_address,
 )
 from keras_psplus.cluster.startup.peer_discovery import PeerDiscovery, SparsePeerDiscovery, is_large
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity
 
 
 def wait_for_cluster(

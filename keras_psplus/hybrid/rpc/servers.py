@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.cluster.channel.tls import Tls
 from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import signals
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.calls import RowKey, RpcClient
 from keras_psplus.hybrid.rpc.tickets import TicketBook
