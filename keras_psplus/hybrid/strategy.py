@@ -23,8 +23,8 @@ from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster.preflight import listen_on_own_address
 from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.local_address import listen_on_own_address
 from keras_psplus.compression import Compressor
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid import stalls

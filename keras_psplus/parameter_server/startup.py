@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config
+from keras_psplus.cluster import config, preflight
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -16,7 +16,6 @@ from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import claims, serve
 from keras_psplus.cluster.serving.claims import ServerLease
-from keras_psplus.cluster.startup import preflight
 from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling import connecting, membership

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_psplus import activation, compression
 from keras_psplus.arguments import flag, seconds, whole_number
+from keras_psplus.cluster import preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
@@ -15,7 +16,6 @@ from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import serve
 from keras_psplus.cluster.serving.claims import ServerLease
-from keras_psplus.cluster.startup import preflight
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor, methods
 from keras_psplus.core import plan

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import handshake
+from keras_psplus.cluster import handshake, preflight
 from keras_psplus.cluster.channel import sessions, tls, transport
 from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
@@ -32,7 +32,6 @@ from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.handshake import Listener, PeerIdentity
 from keras_psplus.cluster.ports import control_address, free_ports
-from keras_psplus.cluster.startup import preflight
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.hybrid.rpc.servers import ControlLink
 from tests.cluster import certificates

@@ -98,7 +98,7 @@ def test_mistakes_are_told_before_the_server_starts():
 JOB = """
 import sys
 from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
+from keras_psplus.cluster.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf

@@ -18,10 +18,10 @@ from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.monitor import task_report
+from keras_psplus.cluster.preflight import check_local_address
 from keras_psplus.cluster.process import signals, tuning
 from keras_psplus.cluster.serving import claims
 from keras_psplus.cluster.serving.claims import LeaseHolder
-from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.errors import ChiefLostError
 
 # Shutdown messages of a chief to the tasks that serve it.

@@ -24,11 +24,11 @@ from keras_psplus.cluster.channel.sessions import Authenticator, Secret
 from keras_psplus.cluster.channel.transport import ChannelServer
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.preflight import check_local_address
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.process.signals import SIGNAL
 from keras_psplus.cluster.serving import claims
 from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid.rpc import calls
