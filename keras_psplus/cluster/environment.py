@@ -132,7 +132,7 @@ VARIABLES = {
     "KERAS_PSPLUS_HOSTS": Variable("cluster.discovery.launchers"),
     "KERAS_PSPLUS_JOB_DIR": Variable("cluster.monitor.job", is_public=False),
     "KERAS_PSPLUS_JOB_TOKEN": Variable("cluster.environment"),
-    "KERAS_PSPLUS_JSON_LOG": Variable("cluster.monitor.json_log"),
+    "KERAS_PSPLUS_JSON_LOG": Variable("cluster.monitor.job"),
     "KERAS_PSPLUS_LAYOUT": Variable("cluster.discovery.launchers"),
     "KERAS_PSPLUS_MIN_WORKERS": Variable("cluster.environment"),
     "KERAS_PSPLUS_NATIVE": Variable("native", "1"),

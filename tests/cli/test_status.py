@@ -13,7 +13,7 @@ import pytest
 from keras_psplus import process_identity
 from keras_psplus.cli import main
 from keras_psplus.cluster.monitor import job as job_folder
-from keras_psplus.cluster.monitor.json_log import JsonLog
+from keras_psplus.cluster.monitor.job import JsonLog
 from tests.cluster.test_trace import check as check_trace
 from tests.lab import run as lab_run
 from tests.support.tables import for_each
@@ -223,7 +223,7 @@ def test_status_takes_flags_alone(flag, capsys):
 def test_lines_of_several_processes_are_whole(tmp_path):
     path = tmp_path / "log.jsonl"
     source = (
-        "import sys\nfrom keras_psplus.cluster.monitor.json_log import JsonLog\n"
+        "import sys\nfrom keras_psplus.cluster.monitor.job import JsonLog\n"
         "log = JsonLog(sys.argv[1])\n"
         "for i in range(300): log.append('event', task=sys.argv[2], text='x' * 3000, i=i)\n"
     )
