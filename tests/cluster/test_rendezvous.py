@@ -13,7 +13,7 @@ from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.find import find_task_config
-from keras_psplus.cluster.discovery.rendezvous import exchange_hosts
+from keras_psplus.cluster.discovery.launchers import exchange_hosts
 from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.ports import free_ports
 from tests.lab import netlab
