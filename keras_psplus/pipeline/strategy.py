@@ -20,7 +20,7 @@ from keras_psplus.compression import Compressor, methods
 from keras_psplus.core import plan
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.models import live
-from keras_psplus.core.strategy_base import StrategyBase
+from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
