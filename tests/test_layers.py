@@ -35,7 +35,7 @@ cluster: console config ports process environment channel handshake discovery mo
     launcher serving processes testing in_process
 compression: outer_products averaging options base wire no_communication by_variable rows quantize
     cast low_rank sufficient_factors sparse error_feedback methods kernels
-core: jobs base worker_files worker_state data graph plan batch gradient_path backup models
+core: jobs base worker_state data graph plan batch gradient_path backup models
     strategy_engine distributed_engine
 hybrid: rows rpc stalls tables files extended server context engine strategy
 layers: combiners dynamic_embedding

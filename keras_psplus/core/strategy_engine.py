@@ -26,7 +26,7 @@ from keras_psplus.core.data import data_position
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
-from keras_psplus.core.worker_files import WorkerFiles
+from keras_psplus.core.worker_state import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
 from keras_psplus.log import logger

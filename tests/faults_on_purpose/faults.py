@@ -360,7 +360,7 @@ FAULTS = (
     Fault(
         "residuals that are not restored",
         "a resumed job begins without what compressors had left out",
-        "core/worker_files.py",
+        "core/worker_state.py",
         "state.by_unit(owner_name, arrays)",
         "state.by_unit(owner_name, {})",
         ("core/test_worker_state.py", "faults/test_worker_states.py", "faults/test_steps.py"),
