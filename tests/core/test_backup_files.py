@@ -7,7 +7,7 @@ import types
 
 import keras
 
-from keras_psplus.core.backup import backup_callback, backup_files, backup_loading, backup_states
+from keras_psplus.core.backup import backup_callback, backup_files, backup_states
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 
@@ -75,7 +75,7 @@ def test_an_older_state_comes_with_its_own_tables(tmp_path, monkeypatch):
         def read(self, model, folder, content, is_strict):
             read.append(content["stem"])
 
-    monkeypatch.setattr(backup_loading, "_load", lambda *_: problems.pop(0))
+    monkeypatch.setattr(backup_callback, "_load", lambda *_: problems.pop(0))
     callback = keras.callbacks.BackupAndRestore(str(tmp_path))
-    assert backup_loading.load_first(Tables(), callback, states, [], True) == 1
+    assert backup_callback.load_first(Tables(), callback, states, [], True) == 1
     assert read == ["old"]
