@@ -11,8 +11,13 @@ import tensorflow as tf
 from keras_psplus.core.backup import backup_files, backup_states, fit_calls
 from keras_psplus.core.backup.backup_files import WeightsInMemory
 from keras_psplus.core.backup.backup_tables import BackupTables, read_here, without_rows
-from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
-from keras_psplus.core.backup.training_state import TrainingState, build_optimizers, check_model
+from keras_psplus.core.backup.training_state import (
+    Resumed,
+    TrainingState,
+    build_optimizers,
+    check_model,
+    weights_of_callbacks,
+)
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.errors import TableServerError

@@ -21,7 +21,7 @@ from keras_psplus.keras_internals.keras_parts import file_utils
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.core.backup.resumed import Resumed
+    from keras_psplus.core.backup.training_state import Resumed
 
 
 class FitProgress:
