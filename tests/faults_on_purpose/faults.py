@@ -384,7 +384,7 @@ FAULTS = (
     Fault(
         "a damaged backup",
         "the digests of a backup's files are not compared, and a job resumes from a damaged one",
-        "core/backup/backup_states.py",
+        "core/backup/backup_files.py",
         "            problem = integrity.problem_of(path, expected)\n",
         "            problem = integrity.problem_of(path, expected) if suffix else None\n",
         ("core/test_backup_files.py", "faults/test_backup.py"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.backup import backup_files, backup_states, fit_calls
+from keras_psplus.core.backup import backup_files, fit_calls
 from keras_psplus.core.backup.backup_files import WeightsInMemory
 from keras_psplus.core.backup.backup_tables import BackupTables, read_here, without_rows
 from keras_psplus.core.backup.training_state import (
@@ -114,7 +114,7 @@ def save(
             model,
             callback.backup_dir,
             _WHAT,
-            lambda: backup_states.worker_files_in_use(callback),
+            lambda: backup_files.worker_files_in_use(callback),
             # A process that is here has sent all that belongs to this step.
             waits=on_servers,
         )
@@ -126,7 +126,7 @@ def save(
         return begun if begun is None or goes_on else finish(begun)
 
     def finish(begun: dict[str, Any]) -> dict[str, Any] | None:
-        return tables.finish_write(folder, begun, backup_states.stems_in_use(callback))
+        return tables.finish_write(folder, begun, backup_files.stems_in_use(callback))
 
     if on_servers:
         listed = run_on_chief(engine.control, is_chief, _WHAT, write_tables)
@@ -185,7 +185,7 @@ def _seeds(model: keras.Model) -> list[Any]:
 
 def _write_others(folder: str, seeds: list[Any], training: TrainingState | None) -> None:
     # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
-    with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
+    with file_utils.File(file_utils.join(folder, backup_files.SEEDS), "w") as f:
         f.write(json.dumps(seeds))
     if training is not None:
         training.write(folder)
@@ -206,7 +206,7 @@ def restore(
 
     def find() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         backup_files.take(callback, engine.progress.owner)
-        states = backup_states.find(callback)
+        states = backup_files.find(callback)
         backup_files.check_writable(callback)
         engine.backup_tables.check_writable(model, full_path(folder))
         return states, _found(engine, callback, states)
@@ -221,7 +221,7 @@ def restore(
     # An older one that is whole is better than a newer one without what workers have kept.
     first = next((i for i, problem in enumerate(problems) if not problem), 0)
     if first and is_chief:
-        backup_states.warn_of_previous(callback, problems[0], states[first])
+        backup_files.warn_of_previous(callback, problems[0], states[first])
     # On all workers at once: they agree on each variable that is made.
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -325,7 +325,7 @@ def read_tables(
     """Loads tables into servers, of the first state that they can read; returns its number.
 
     Args:
-        states: States of `backup_states.find`.
+        states: States of `backup_files.find`.
         is_strict: Whether optimizers have to be the same.
 
     Raises:
@@ -344,8 +344,8 @@ def read_tables(
         if problem is None:
             break
         if number + 1 == len(states):
-            raise backup_states.damaged(callback, [problem])
-        backup_states.warn_of_previous(callback, [problem], states[number + 1])
+            raise backup_files.damaged(callback, [problem])
+        backup_files.warn_of_previous(callback, [problem], states[number + 1])
     return number
 
 
@@ -360,7 +360,7 @@ def load_first(
 
     Args:
         tables: Tables of backups, which servers have read.
-        states: States of `backup_states.find`.
+        states: States of `backup_files.find`.
         training: List to which its `TrainingState` is added, if it has one.
         is_strict: Whether optimizers have to be the same.
 
@@ -371,11 +371,11 @@ def load_first(
     while problem := _load(tables, callback, states[number], training, is_strict):
         number += 1
         if number == len(states):
-            raise backup_states.damaged(callback, [problem])
-        backup_states.warn_of_previous(callback, [problem], states[number])
+            raise backup_files.damaged(callback, [problem])
+        backup_files.warn_of_previous(callback, [problem], states[number])
         # Servers have those of the state that could not be loaded.
         number += read_tables(tables, callback, states[number:], is_strict)
-    seeds = file_utils.join(callback.backup_dir, backup_states.SEEDS)
+    seeds = file_utils.join(callback.backup_dir, backup_files.SEEDS)
     if file_utils.exists(seeds):
         with file_utils.File(seeds, "r") as f:
             for variable, value in zip(seed_states(callback.model), json.loads(f.read())):
@@ -415,13 +415,13 @@ def _load(
         logger.warning(
             "%s in %s is of other weights than those there, so that training begins at the first "
             "batch of epoch %d. Received: weights that have made %d steps",
-            backup_states.TRAINING,
+            backup_files.TRAINING,
             callback.backup_dir,
             state["epoch"] + 1,
             steps,
         )
         training.clear()
-    return backup_states.check_epoch(callback, state, steps)
+    return backup_files.check_epoch(callback, state, steps)
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:

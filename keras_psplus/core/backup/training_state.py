@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.backup.backup_states import TRAINING, previous_path
+from keras_psplus.core.backup.backup_files import TRAINING, previous_path
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.base.optimizers import optimizers_of, other_variables, steps_of
 from keras_psplus.core.worker_state import typed
