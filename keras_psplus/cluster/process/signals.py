@@ -208,7 +208,7 @@ class _Exits:
         self.codes: list[Any] = []
 
     def note(self, call: Call) -> None:
-        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.runtime`."""
+        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.variables`."""
         self.codes.append(call.owner)
         call.proceed()
 
