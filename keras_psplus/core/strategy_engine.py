@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.callbacks import CommunicationMonitor, step_report
+from keras_psplus.callbacks import CommunicationMonitor, add_step_report
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.monitor import goodput, step_times, task_report
 from keras_psplus.cluster.monitor.step_times import StepTimes
@@ -211,7 +211,7 @@ class StrategyEngine(Engine):
 
     @answers("set_model")
     def _set_model(self, event: Call) -> Any:
-        step_report.add(event.owner)
+        add_step_report(event.owner)
         return event.proceed()
 
     @answers("train_begin")

@@ -416,7 +416,7 @@ FAULTS = (
     Fault(
         "an evaluation's bytes",
         "what a validation sends is taken for the training steps'",
-        "callbacks/communication_monitor.py",
+        "callbacks.py",
         "            self._start += self._totals() - self._before_test\n",
         "            self._start += self._totals() - self._totals()\n",
         ("callbacks/test_communication_monitor.py",),
