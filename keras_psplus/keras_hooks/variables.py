@@ -27,7 +27,7 @@ from keras_psplus.keras_internals.keras_parts import (
     saving_lib,
     seed_generator,
 )
-from keras_psplus.serving.export import export_archive, export_model
+from keras_psplus.serving import export_archive, export_model
 from keras_psplus.tf_internals import context, distributed_values, func_graph, resource_variable_ops
 
 # Hooks of Keras variables: creation, reads, writes, and seeds of random layers.
