@@ -417,8 +417,8 @@ FAULTS = (
         "an evaluation's bytes",
         "what a validation sends is taken for the training steps'",
         "callbacks.py",
-        "            self._start += self._totals() - self._before_test\n",
-        "            self._start += self._totals() - self._totals()\n",
+        "            self._start += Totals.of(self._communication) - self._before_test\n",
+        "            self._start += self._before_test - self._before_test\n",
         ("callbacks/test_communication_monitor.py",),
     ),
     # Dynamic tables.
