@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from keras_psplus import activation
 from keras_psplus.cluster.process import signals
 from keras_psplus.engine import Call
 
@@ -13,6 +14,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(signals.EXITS, "is_watching", False)
     monkeypatch.setattr(signals.EXITS, "codes", [])
     monkeypatch.delattr(sys, "last_value", raising=False)
+    activation.activate()  # as a strategy does, whose hooks hear of it
     signals.watch()
     signals.watch()
 
