@@ -92,7 +92,7 @@ def checks():
 
 def run(tasks, arguments, cpu, limit):
     """Result of one job, or the end of its logs."""
-    env = {"KERAS_PSPLUS_FULL_TRACEBACK": "1", "CUDA_CACHE_MAXSIZE": str(1 << 32)}
+    env = {"CUDA_CACHE_MAXSIZE": str(1 << 32)}
     if cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
         arguments = [*arguments, "--cpu"]

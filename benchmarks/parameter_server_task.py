@@ -44,10 +44,9 @@ def take_cores(task, shares, chief_alone):
 
 def serve():
     """Serves the chief until it ends, in the same way for every library."""
-    from keras_psplus.cluster import config
-    from keras_psplus.cluster.serving import serve
+    from keras_psplus.cluster import config, serving
 
-    serve.serve(config.read_task_config(), chief_gone=0.5)
+    serving.serve(config.read_task_config(), chief_gone=0.5)
     os._exit(0)  # TensorFlow's server cannot be stopped in any other way.
 
 

@@ -23,11 +23,10 @@ import time
 import types
 
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
+from keras_psplus.cluster import handshake, preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.startup import peer_discovery
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
-from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.preflight import wait_for_cluster
 from keras_psplus.core.jobs import control as control_module
 from keras_psplus.core.jobs.control import ControlPlane
 
@@ -148,11 +147,11 @@ def main():
         "| heartbeats: asked by one | by all in a second |"
     )
     print("|---:|---|" + "---:|" * 9, flush=True)
-    some = peer_discovery.EVERYBODY
+    some = preflight.EVERYBODY
     for tasks in args.tasks:
         for everybody in [some, sys.maxsize] if args.all else [some]:
-            peer_discovery.EVERYBODY = everybody
-            asks = "some" if peer_discovery.is_large(tasks) else "each other"
+            preflight.EVERYBODY = everybody
+            asks = "some" if preflight.is_large(tasks) else "each other"
             cells = [start(tasks), exchange(tasks), heartbeats(tasks)]
             print(f"| {tasks} | {asks} | {' | '.join(cells)} |", flush=True)
 

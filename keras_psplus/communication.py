@@ -137,6 +137,42 @@ class Communication:
         return text_table.aligned(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Bytes of all variables, and seconds of waits, which can be added and subtracted."""
+
+    logical_bytes: int = 0
+    compressed_bytes: int = 0
+    sent_bytes: int = 0
+    pulled_bytes: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, communication: Communication | None) -> Totals:
+        if communication is None:
+            return cls()
+        traffic = communication.traffic()
+        return cls(
+            sum(entry.logical_bytes for entry in traffic),
+            sum(entry.compressed_bytes for entry in traffic),
+            sum(entry.wire_bytes for entry in traffic if entry.direction != "pull"),
+            sum(entry.wire_bytes for entry in traffic if entry.direction == "pull"),
+            communication.seconds,
+        )
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.sent_bytes + self.pulled_bytes
+
+    def __add__(self, other: Totals) -> Totals:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return Totals(*(a + b for a, b in pairs))
+
+    def __sub__(self, other: Totals) -> Totals:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return Totals(*(a - b for a, b in pairs))
+
+
 def ratio(logical_bytes: int, compressed_bytes: int) -> float:
     """Ratio of uncompressed to compressed bytes; 1 if there were none."""
     if compressed_bytes:

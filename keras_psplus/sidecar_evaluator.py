@@ -16,11 +16,11 @@ import keras
 
 from keras_psplus import activation
 from keras_psplus.arguments import folder, seconds, whole_number
+from keras_psplus.cluster import serving
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.environment import TRAINING_END_VARIABLE
 from keras_psplus.cluster.monitor import task_report
-from keras_psplus.cluster.serving import serve
 from keras_psplus.log import logger
 
 _SUFFIXES = (".weights.h5", ".keras")
@@ -183,7 +183,7 @@ class _TrainingEnd(threading.Event):
             while os.read(0, 4096):
                 pass
         else:
-            serve.wait_for_end_of_chief(task)
+            serving.wait_for_end_of_chief(task)
         self.set()
 
 

@@ -110,7 +110,7 @@ def public_names():
     """Names in `__all__` of the package and of the modules that it offers."""
     found = {}
     for name in ("", "compression", "updates", "callbacks"):
-        tree = ast.parse((ROOT / PACKAGE / name / "__init__.py").read_text())
+        tree = ast.parse(modules()[f"{PACKAGE}.{name}".rstrip(".")].read_text())
         for node in tree.body:
             targets = [ast.unparse(t) for t in getattr(node, "targets", ())]
             if targets == ["__all__"] or (not name and targets == ["_EXPORTS"]):

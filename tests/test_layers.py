@@ -9,9 +9,9 @@ from tests.support.tables import for_each
 ROOT = structure.ROOT / structure.PACKAGE
 # From the bottom to the top: a line is a layer.
 LAYERS = """
-log
+log process_identity
 activation
-arguments errors files specs text_table tracebacks
+arguments errors files specs text_table
 keras_internals
 tf_internals communication planning versions
 engine
@@ -31,12 +31,12 @@ all_reduce: data collectives liveness startup reduction topology shard_option st
     engine strategy
 catalogue: entries lookup
 cli: command_flags bench manifests serve status add_worker doctor run exec plan export main
-cluster: console config ports secret process environment channel wire discovery monitor startup
+cluster: console config ports process environment channel handshake discovery monitor preflight
     launcher serving processes testing in_process
 compression: outer_products averaging options base wire no_communication by_variable rows quantize
     cast low_rank sufficient_factors sparse error_feedback methods kernels
-core: jobs base worker_files worker_state data graph plan batch gradient_path backup models
-    strategy_base strategy_engine distributed_engine
+core: jobs base worker_state data graph plan batch gradient_path backup models
+    strategy_engine distributed_engine
 hybrid: rows rpc stalls tables files extended server context engine strategy
 layers: combiners dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup

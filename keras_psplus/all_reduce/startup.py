@@ -6,11 +6,10 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.arguments import shown
-from keras_psplus.cluster import config, environment
+from keras_psplus.cluster import config, environment, preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.process import early_init, tuning
-from keras_psplus.cluster.startup import preflight
 from keras_psplus.tf_internals import context, coordination_config_pb2, multi_worker_util
 
 _JOBS = ("chief", "worker")

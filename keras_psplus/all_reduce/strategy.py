@@ -35,7 +35,7 @@ from keras_psplus.core.data import seeds
 from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.core.models import live
-from keras_psplus.core.strategy_base import StrategyBase
+from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
 from keras_psplus.tf_internals import def_function, distribute_utils

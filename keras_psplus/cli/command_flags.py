@@ -20,7 +20,7 @@ from keras_psplus import specs
 from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
-from keras_psplus.cluster.monitor.json_log import JsonLog
+from keras_psplus.cluster.monitor.job import JsonLog
 from keras_psplus.cluster.monitor.trace import STEPS as TRACE_STEPS
 
 # Flags before the first other argument, everything from there on untouched.

@@ -24,7 +24,7 @@ from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.discovery.find import find_ranks, find_task_config
 from keras_psplus.cluster.environment import available_cores
-from keras_psplus.cluster.startup.preflight import check_local_address, probe_peers
+from keras_psplus.cluster.preflight import check_local_address, probe_peers
 from keras_psplus.log import logger
 
 if TYPE_CHECKING:

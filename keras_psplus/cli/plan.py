@@ -25,9 +25,8 @@ from keras_psplus.cli import command_flags
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.launcher import launch_flags
-from keras_psplus.planning import links_file, table
-from keras_psplus.planning.step_bytes import traits_of
-from keras_psplus.planning.table import Cluster
+from keras_psplus.planning import links_file, step_bytes
+from keras_psplus.planning.step_bytes import Cluster, traits_of
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
@@ -53,8 +52,6 @@ _OF_STAGES = ("microbatches", "schedule")
 _OF_TABLE = ("workers", "ps", "link", "links", "delay", "memory")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _SIZE = re.compile(r"(\d+\.?\d*)([KMGT])(i?)B", re.IGNORECASE)
-# `tracebacks.FULL_VARIABLE`, whose module needs TensorFlow.
-_FULL_TRACEBACK = "KERAS_PSPLUS_FULL_TRACEBACK"
 
 
 class ScriptError(Exception):
@@ -265,7 +262,7 @@ def _table(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], st
     paths = {name: lookup.find(name) for name in lookup.names()}
     stages = [n for n, p in paths.items() if entries.read(p).strategy == "PipelineStrategy"]
     traits = {n: traits_of(p.read_text()) for n, p in paths.items() if n not in stages}
-    plan = table.plan(table.Facts.from_json(answer), traits, cluster)
+    plan = step_bytes.plan(step_bytes.Facts.from_json(answer), traits, cluster)
     return plan.as_dict(), f"{plan}\n{', '.join(stages)}: see keras-psplus plan --stages N"
 
 
@@ -278,8 +275,6 @@ def _environment(request: Mapping[str, Any]) -> dict[str, str]:
         **inherited,
         lookup.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
         launch_flags.PLAN_REQUEST_VARIABLE: json.dumps(request),
-        # `_problem` sees by the frames whether the library has refused something.
-        _FULL_TRACEBACK: "1",
         "PYTHONPATH": python_path(),
     }
 

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         may_leave = launch_flags.min_workers() is not None and config.task_type == "worker"
     except (command_flags.UsageError, ClusterConfigError) as error:
         return command_flags.complain("serve", error)
-    from keras_psplus.cluster.serving.serve import serve  # not needed for --help
+    from keras_psplus.cluster.serving import serve  # not needed for --help
     from keras_psplus.errors import ChiefLostError
 
     try:

@@ -8,12 +8,11 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus import text_table
+from keras_psplus import process_identity, text_table
 from keras_psplus.cli import command_flags
 from keras_psplus.cluster.launcher.task_ends import describe
 from keras_psplus.cluster.monitor import job as job_folder
 from keras_psplus.cluster.monitor import step_times
-from keras_psplus.cluster.process import process_state
 
 _USAGE = """
 usage: keras-psplus status [flags]
@@ -101,13 +100,13 @@ def _slowest(said: list[dict[str, Any]]) -> step_times.Slowest | None:
 
 def _task(name: str, task: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     code = task["exit_code"]
-    state = process_state.state_of(task["pid"], task["birth"])
+    state = process_identity.state_of(task["pid"], task["birth"])
     # What was said before a restart is not of the new process.
     is_of_process = said.get("timestamp", "") >= task["began"]
     return {
         "role": name.rpartition("-")[0],
         "pid": task["pid"],
-        "state": process_state.ENDED if code is not None else state,
+        "state": process_identity.ENDED if code is not None else state,
         "exit_code": code,
         "said": said.get("timestamp") if is_of_process else None,
         "steps": said.get("steps") if is_of_process else None,

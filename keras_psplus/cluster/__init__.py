@@ -11,7 +11,7 @@ from keras_psplus.cluster.config import (
     read_task_config,
 )
 from keras_psplus.cluster.discovery.find import find_task_config
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
+from keras_psplus.cluster.preflight import wait_for_cluster
 
 __all__ = [
     "ClusterConfigError",

@@ -14,12 +14,11 @@ import tensorflow as tf
 
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base import checks
-from keras_psplus.core.base.compilation_count import CompilationCount
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.core.graph.compiled_calls import CompiledCalls
+from keras_psplus.core.graph.compiled_calls import CompilationCount, CompiledCalls
 from keras_psplus.core.graph.compiled_function import CompiledFunction
 from keras_psplus.core.models import building, model_saving
 from keras_psplus.core.strategy_engine import StrategyEngine

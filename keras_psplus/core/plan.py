@@ -52,7 +52,7 @@ def measure(
         workers: Number of workers, which share each batch.
 
     Returns:
-        What `keras_psplus.planning.table.Facts` holds, as JSON has it.
+        What `keras_psplus.planning.step_bytes.Facts` holds, as JSON has it.
 
     Raises:
         ValueError: If there are no data, or no optimizer is given any gradients.

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import functools
+import json
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
-from keras_psplus.callbacks import step_report
+from keras_psplus.callbacks import CommunicationMonitor, add_step_report
 from keras_psplus.cluster.discovery import find
-from keras_psplus.cluster.monitor import goodput, task_report
+from keras_psplus.cluster.monitor import goodput, step_times, task_report
+from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.core import plan
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
+from keras_psplus.core.base import checks
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.base.threads import BackgroundWriter
 from keras_psplus.core.data import data_position
-from keras_psplus.core.jobs import epoch_times
 from keras_psplus.core.jobs.preemption import Preemption
 from keras_psplus.core.models import model_saving
 from keras_psplus.core.models.building import lifted
-from keras_psplus.core.worker_files import WorkerFiles
+from keras_psplus.core.worker_state import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
+from keras_psplus.log import logger
 
 if TYPE_CHECKING:
     import keras
 
+    from keras_psplus.cluster.config import TaskConfig
+    from keras_psplus.cluster.monitor.progress import Progress
+    from keras_psplus.communication import Communication
     from keras_psplus.core.jobs.control import ControlPlane
     from keras_psplus.core.worker_state import WorkerState
 
@@ -94,7 +101,7 @@ class StrategyEngine(Engine):
 
     # Backups and reports.
 
-    _times = functools.cached_property(lambda self: epoch_times.EpochTimes(self.strategy))
+    _times = functools.cached_property(lambda self: EpochTimes(self.strategy))
 
     @property
     def control(self) -> ControlPlane | None:
@@ -204,7 +211,7 @@ class StrategyEngine(Engine):
 
     @answers("set_model")
     def _set_model(self, event: Call) -> Any:
-        step_report.add(event.owner)
+        add_step_report(event.owner)
         return event.proceed()
 
     @answers("train_begin")
@@ -246,8 +253,8 @@ class StrategyEngine(Engine):
         self.progress.epoch, self.progress.batch = event.get("epoch") + 1, 0
         with self.progress.collecting():
             event.proceed()
-        all_times = epoch_times.exchange(self.control, event.owner, self._times.packed())
-        epoch_times.compare(all_times, event.get("epoch") + 1, self.strategy.is_chief)
+        all_times = exchange(self.control, event.owner, self._times.packed())
+        compare(all_times, event.get("epoch") + 1, self.strategy.is_chief)
 
     # Variables.
 
@@ -301,3 +308,197 @@ class StrategyEngine(Engine):
     def _rows(self, variable: Any, indices: tf.Tensor) -> tf.Tensor:
         count = tf.cast(variable.shape[0], indices.dtype)
         return variable.sparse_read(tf.where(indices < 0, indices + count, indices))
+
+
+# Base class of all strategies: who they are, and the state of their workers.
+
+
+class StrategyBase:
+    """Base class of strategies; their constructors set the private attributes."""
+
+    _task: TaskConfig | None
+    # Arguments of the constructor, for `repr`.
+    _options: dict[str, Any]
+    _progress: Progress
+    _communication: Communication
+    _engine: Any
+
+    def __repr__(self) -> str:
+        given = [f"{n}={v!r}" for n, v in self._options.items() if v not in (None, False)]
+        where = "no cluster"
+        if self._task is not None:
+            jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in self._task.cluster.items())
+            where = f"{self._task.name} of {jobs}"
+        return f"<{type(self).__name__}({', '.join(given)}): {where}>"
+
+    @property
+    def engine(self) -> StrategyEngine:
+        """Engine of the strategy, a `keras_psplus.engine.Engine`."""
+        engine: StrategyEngine = self._engine
+        return engine
+
+    @property
+    def task(self) -> TaskConfig | None:
+        """`keras_psplus.cluster.TaskConfig` of this process; None if it has none."""
+        return self._task
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and logs; a chief alone runs the script."""
+        return True
+
+    @property
+    def progress(self) -> Progress:
+        """Progress of this process, a `keras_psplus.cluster.monitor.progress.Progress`."""
+        return self._progress
+
+    @property
+    def communication(self) -> Communication:
+        """Communication costs of training, a `keras_psplus.communication.Communication`."""
+        return self._communication
+
+    def state_dict(self, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
+        """Returns what workers keep from step to step for an optimizer.
+
+        That is what `compression=` and `updates=` need: residuals, factors, sums of gradients,
+        counters, and the momenta of workers that step alone. No `.keras` file holds it.
+        `BackupAndRestore` saves and restores it. To save it beside checkpoints of your own, call
+        `finish_updates` first if the strategy has `updates`.
+
+        Under all-reduce, each worker has its own part: call it on all of them, and save each
+        result. A chief has that of all workers.
+
+        Args:
+            optimizer: The model's optimizer.
+
+        Returns:
+            Dict from names to NumPy arrays; empty if nothing is kept, or before the first step.
+
+        Raises:
+            ValueError: If it is no optimizer of this strategy.
+
+        Example:
+
+        ```python
+        state = strategy.state_dict(model.optimizer)
+        np.savez(f"{folder}/state-{strategy.task.name}.npz", **state)
+        ```
+        """
+        return self._state_of(optimizer).state_dict(optimizer)
+
+    def load_state_dict(
+        self, optimizer: keras.optimizers.Optimizer, state: Mapping[str, np.ndarray]
+    ) -> None:
+        """Goes on from what `state_dict` has returned, also before the first step.
+
+        Under all-reduce, call it on all workers, on each with its own result. States are made by
+        the first step, which then raises for values that do not fit.
+
+        Args:
+            optimizer: The model's optimizer.
+            state: Mapping from names to arrays, such as `np.load` returns.
+
+        Raises:
+            ValueError: If it is no optimizer of this strategy, or the state is one of another
+                number of workers, of another model, compressor or `updates`, or lacks a name.
+
+        Example:
+
+        ```python
+        with np.load(f"{folder}/state-{strategy.task.name}.npz") as state:
+            strategy.load_state_dict(model.optimizer, state)
+        ```
+        """
+        self._state_of(optimizer).load_state_dict(optimizer, state)
+
+    def _state_of(self, optimizer: keras.optimizers.Optimizer) -> WorkerState:
+        checks.check_optimizer(optimizer)
+        if optimizer._distribution_strategy is not self:
+            checks.refuse_optimizer(optimizer)
+        state: WorkerState = self.engine.worker_state
+        return state
+
+
+# Step times of an epoch, and what all workers exchange at its end.
+
+
+# An epoch that loses less is not worth a line.
+_LEAST_LOST_SECONDS = 1.0
+
+
+class EpochTimes:
+    """Step times of the present epoch: of this process, or of a chief's workers."""
+
+    def __init__(self, strategy: tf.distribute.Strategy | None) -> None:
+        self._progress = getattr(strategy, "progress", None)
+        self._begun: dict[str, StepTimes] = {}
+        self._times: dict[str, StepTimes] = {}
+
+    def begin(self) -> None:
+        if self._progress is not None:
+            self._progress.begin_epoch()
+            self._begun, self._times = self._progress.times(), {}
+
+    def end(self) -> None:
+        """The steps of an epoch are done; validation and callbacks may follow."""
+        if self._progress is not None:
+            none = StepTimes()
+            now = self._progress.times()
+            self._times = {n: each.since(self._begun.get(n, none)) for n, each in now.items()}
+
+    def packed(self) -> str:
+        """Text of the epoch's times, for the other workers."""
+        return json.dumps({name: times.packed() for name, times in self._times.items()})
+
+
+def exchange(
+    control: ControlPlane | None, callbacks: keras.callbacks.CallbackList, times: str
+) -> list[str]:
+    """Stops all workers if one of them stops, and lets monitors know all workers' seconds.
+
+    Args:
+        callbacks: The callbacks of `fit`, which have heard of the end of the epoch.
+        times: Text of this worker's step times.
+
+    Returns:
+        List of such texts of all workers.
+    """
+    monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
+    seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
+    all_seconds, all_times = [seconds], [times]
+    if control is not None:
+        # A callback that stops one worker only would leave the others waiting for its gradients.
+        # All workers come here, also those whose callbacks have nothing to say.
+        vote = json.dumps([bool(callbacks.model.stop_training), seconds, times])
+        votes = [json.loads(v) for v in control.exchange("epoch end", vote)]
+        callbacks.model.stop_training = any(stops for stops, _, _ in votes)
+        all_seconds = [seconds for _, seconds, _ in votes]
+        all_times = [times for _, _, times in votes]
+    for monitor in monitors:
+        monitor.write(all_seconds)
+    return all_times
+
+
+def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
+    """Has the chief name the task that held the others up in an epoch.
+
+    Args:
+        packed: What `EpochTimes.packed` has returned on each worker.
+    """
+    if not is_chief:
+        return
+    times = {
+        name: step_times.unpacked(fields)
+        for text in packed
+        for name, fields in json.loads(text).items()
+    }
+    slowest = step_times.slowest(times)
+    report = task_report.current()
+    if report is not None and times:
+        report.step_times(epoch, step_times.apart(times), slowest)
+    if slowest is None:
+        return
+    steps = max(each.steps for each in times.values())
+    # Steps of a few milliseconds differ by chance.
+    if steps * (slowest.seconds - slowest.usual) >= _LEAST_LOST_SECONDS:
+        logger.warning("epoch %d, slowest: %s", epoch, slowest)

@@ -6,18 +6,17 @@ place. Files that a killed writer has left there are deleted by the next one.
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import itertools
 import os
-import pathlib
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from keras_psplus import process_identity
 
 _TEMPORARY = re.compile(r"\.keras_psplus-(.+)-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-\d+")
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
@@ -101,60 +100,23 @@ def clear(target: str | os.PathLike[str], task: str | None = None) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: str) -> None:
-    """Waits until the disk has a file, or a folder's list of files."""
-    if "://" in path:
-        return  # What is not a local disk has it once the file is closed.
-    handle = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _is_left(path: str, name: str, target: str, task: str | None) -> bool:
     match = _TEMPORARY.fullmatch(name)
     if match is None or path in _active:
         return False
     writer, of_target, machine, process = match.groups()
-    if machine == machine_id():
-        return int(process) == os.getpid() or not runs(int(process))
+    if machine == process_identity.machine():
+        return int(process) == os.getpid() or not process_identity.runs(int(process))
     return task is not None and (writer, of_target) == (task, _digest(target))
 
 
 def _temporary_name(target: str, task: str | None) -> str:
-    number = next(_counter)
-    return (
-        f".keras_psplus-{task or 'local'}-{_digest(target)}-{machine_id()}-{os.getpid()}-{number}"
-    )
+    place = f"{process_identity.machine()}-{os.getpid()}-{next(_counter)}"
+    return f".keras_psplus-{task or 'local'}-{_digest(target)}-{place}"
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:8]
-
-
-@functools.lru_cache(1)
-def machine_id() -> str:
-    """Id of the scope in which process ids are unique.
-
-    A container may have a separate scope.
-    """
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return _digest("\n".join(parts))
-
-
-def runs(process: int) -> bool:
-    """Whether a process of this machine runs, by its id."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # It is another user's.
-    return True
 
 
 def _identity(path: str) -> tuple[int, int] | None:

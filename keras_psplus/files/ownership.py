@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import socket
 import threading
 import time
@@ -20,7 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.files import atomic
+from keras_psplus import process_identity
+from keras_psplus.files.replace import replace
 from keras_psplus.log import logger
 
 FILE = ".keras_psplus-owner.json"
@@ -90,9 +90,9 @@ class _Owner:
             "id": uuid.uuid4().hex,
             "owner": owner,
             "host": socket.gethostname(),
-            "machine": atomic.machine_id(),
+            "machine": process_identity.machine(),
             "process": os.getpid(),
-            "began": _start_of(os.getpid()),
+            "birth": process_identity.birth_of(os.getpid()),
             "job": None if job is None else hashlib.sha256(job.encode()).hexdigest()[:16],
             "beat": 0,
         }
@@ -110,7 +110,7 @@ class _Owner:
             now = self._read()
             if now is not None and not _has_ended_here(now):
                 is_same = seen is not None and now["id"] == seen["id"]
-                if not is_same or now["machine"] == atomic.machine_id():
+                if not is_same or now["machine"] == process_identity.machine():
                     raise self._in_use(now)
             self.write()
         self._thread.start()
@@ -145,7 +145,7 @@ class _Owner:
 
     def _may_run_elsewhere(self, seen: dict[str, Any]) -> bool:
         same_job = seen["job"] is not None and seen["job"] == self._facts["job"]
-        return seen["machine"] != atomic.machine_id() and not same_job
+        return seen["machine"] != process_identity.machine() and not same_job
 
     def _wait_for_beat(self, seen: dict[str, Any]) -> None:
         """Raises FolderInUseError at the first sign of life of an owner on another machine."""
@@ -178,10 +178,8 @@ class _Owner:
     def write(self) -> None:
         """Writes this process's name and number of beats."""
         tf.io.gfile.makedirs(self._folder)
-        temporary = f"{self._path}-{self._facts['id']}"
-        with tf.io.gfile.GFile(temporary, "w") as file:
-            file.write(json.dumps(self._facts))
-        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+        # An owner does not outlive its machine, whose disk need not have this.
+        replace(self._path, json.dumps(self._facts).encode(), is_durable=False)
 
     def _in_use(self, facts: dict[str, Any]) -> FolderInUseError:
         return FolderInUseError(
@@ -194,17 +192,10 @@ class _Owner:
 
 def _has_ended_here(facts: dict[str, Any]) -> bool:
     """Whether an owner was a process of this machine that runs no more."""
-    if facts["machine"] != atomic.machine_id():
+    if facts["machine"] != process_identity.machine():
         return False
-    return not atomic.runs(facts["process"]) or _start_of(facts["process"]) != facts["began"]
-
-
-def _start_of(process: int) -> str | None:
-    """Start time of a process, which distinguishes reused process ids; None if unknown."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return "ended" if fields[0] == "Z" else fields[19]
-    return None
+    state = process_identity.state_of(facts["process"], facts["birth"])
+    return state == process_identity.ENDED
 
 
 def _beat_seconds(folder: str) -> float:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.files import atomic, integrity
+from keras_psplus.files import integrity
 from keras_psplus.files.integrity import open_file
+from keras_psplus.files.replace import replace, sync
 
 # Files of tensors: TensorFlow's checkpoints, in which a server's rows are written part by part.
 #
@@ -71,7 +72,7 @@ def check_writable(directory: str, name: str) -> None:
     path = os.path.join(directory, f".{name}-{uuid.uuid4().hex[:12]}")
     with translate_file_errors("write", directory):
         tf.io.gfile.makedirs(directory)
-        write_text(path, name)
+        replace(path, name.encode())
         tf.io.gfile.remove(path)
 
 
@@ -121,8 +122,8 @@ def write(
                 checkpoint_prefixes=parts, destination_prefix=path, delete_old_dirs=True
             )
         for name in _files_of(path):
-            atomic.sync(name)
-        atomic.sync(os.path.dirname(path))
+            sync(name)
+        sync(os.path.dirname(path))
     except BaseException:
         remove(path)
         raise
@@ -190,16 +191,6 @@ def slices(rows: int, dim: int) -> list[tuple[int, int]]:
 
 def rows_in_slice(dim: int) -> int:
     return max(1, _SLICE_BYTES // (4 * dim))
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a small file: it appears whole or not at all."""
-    own = f"{path}.part"
-    with tf.io.gfile.GFile(own, "w") as file:
-        file.write(text)
-    atomic.sync(own)
-    tf.io.gfile.rename(own, path, overwrite=True)
-    atomic.sync(os.path.dirname(path))
 
 
 def remove(path: str) -> None:
@@ -442,7 +433,7 @@ def chains(directory: str, stems: Iterable[str], servers: int) -> list[list[str]
 def write_list(directory: str, content: dict[str, Any]) -> None:
     """Writes what is in a folder; from now on it counts."""
     path = os.path.join(directory, LIST)
-    write_text(path, integrity.to_json({"format": _FORMAT, **content}, indent=1))
+    replace(path, integrity.to_json({"format": _FORMAT, **content}, indent=1).encode())
 
 
 def read_list(directory: str, name: str = LIST) -> dict[str, Any] | None:

@@ -17,14 +17,13 @@ from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
-from keras_psplus.cluster import config
+from keras_psplus.cluster import config, serving
+from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
+from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.launcher import launch_flags
-from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.local_address import listen_on_own_address
-from keras_psplus.cluster.wire.identity import PeerIdentity
+from keras_psplus.cluster.preflight import listen_on_own_address
 from keras_psplus.compression import Compressor
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid import stalls
@@ -326,6 +325,6 @@ def _serve_and_exit(
         "sync": sync,
         "keeps_undo_log": sync and prefetch,
     }
-    cluster_serve.end_process_after(
+    serving.end_process_after(
         lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
     )

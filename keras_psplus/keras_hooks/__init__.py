@@ -1,32 +1,21 @@
 """Hooks into Keras, TensorFlow and Python: all replaced functions, and the methods that they call.
 
-`HOOKS` is the list of all replaced functions. Each module has those of one part of Keras, `runtime`
-those of TensorFlow and Python. `keras-psplus doctor --hooks` prints it.
+`HOOKS` is the list of all replaced functions, of which each module has those of some parts of
+Keras, `variables` also those of TensorFlow and Python. `keras-psplus doctor --hooks` prints it.
 """
 
-from keras_psplus.keras_hooks import (
-    callbacks,
-    data,
-    keras_rs,
-    layers,
-    losses,
-    optimizer,
-    runtime,
-    saving,
-    trainer,
-    variables,
-)
+from keras_psplus.keras_hooks import keras_rs, training, variables
 
 HOOKS = (
-    *trainer.HOOKS,
-    *data.HOOKS,
-    *variables.HOOKS,
-    *layers.HOOKS,
-    *losses.HOOKS,
-    *optimizer.HOOKS,
-    *callbacks.HOOKS,
-    *saving.HOOKS,
-    *runtime.HOOKS,
+    *training.TRAINER,
+    *training.DATA,
+    *variables.VARIABLES,
+    *training.LAYERS,
+    *training.LOSSES,
+    *training.OPTIMIZER,
+    *training.CALLBACKS,
+    *variables.SAVING,
+    *variables.RUNTIME,
     *keras_rs.hooks(),
 )
 

@@ -14,7 +14,8 @@ import tensorflow as tf
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import duplicate_rows, losses
-from keras_psplus.core.data import epochs, iterator_release, unknown_length
+from keras_psplus.core.data import epochs, iterator_release
+from keras_psplus.core.data.data_position import UnknownLength
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.core.models.building import lifted
@@ -154,7 +155,7 @@ class ParameterServerEngine(DistributedEngine):
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data
-            iterator.data_adapter = unknown_length.UnknownLength(iterator.data_adapter)
+            iterator.data_adapter = UnknownLength(iterator.data_adapter)
             iterator._num_batches = None
         iterator.batch_spec = iterator._distributed_dataset.element_spec
 

@@ -8,15 +8,13 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config
+from keras_psplus.cluster import config, preflight, serving
 from keras_psplus.cluster.channel.sessions import RefusedError
 from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import tuning
-from keras_psplus.cluster.serving import claims, serve
-from keras_psplus.cluster.serving.claims import ServerLease
-from keras_psplus.cluster.startup import preflight
+from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.scheduling import connecting, membership
@@ -53,7 +51,7 @@ def join_cluster(
     if task.task_type in ("ps", "worker"):
         # SIGTERM ends such a worker, which the others go on without.
         may_leave = is_elastic and task.task_type == "worker"
-        serve.end_process_after(lambda: serve.serve(task, timeout, may_leave=may_leave))
+        serving.end_process_after(lambda: serving.serve(task, timeout, may_leave=may_leave))
     tuning.tune()
     tuning.hide_gpus()
     missing = preflight.wait_for_cluster(
@@ -110,7 +108,7 @@ class Servers:
         connecting.connect(spec, protocol, absent)
         if task is not None:
             failure.install_exit_hook()
-            self.notifier = serve.ShutdownNotifier(self._lease.servers, but=names)
+            self.notifier = serving.ShutdownNotifier(self._lease.servers, but=names)
 
     def admit(self, name: str, is_expected: bool = True) -> None:
         """Claims a worker that has come; raises ClusterStartupError if it is not ours.
@@ -121,11 +119,11 @@ class Servers:
         is_claimed = self._lease.claim(name)
         if not is_claimed and is_expected:
             return
-        address, own = self._lease.servers[name], serve.own_versions()
+        address, own = self._lease.servers[name], serving.own_versions()
         answer = "no answer"
         if is_claimed:
             try:
-                theirs = claims.ask(address, "versions", {})
+                theirs = serving.ask(address, "versions", {})
             except (OSError, RefusedError) as error:
                 # Also one of a version that knows no such question.
                 answer = str(error) or type(error).__name__

@@ -18,7 +18,7 @@ from keras_psplus.communication import Communication
 from keras_psplus.core import plan
 from keras_psplus.core.base import checks
 from keras_psplus.core.models import live
-from keras_psplus.core.strategy_base import StrategyBase
+from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.parameter_server import modes, placement, startup
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine

@@ -4,9 +4,8 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus.cluster import config
+from keras_psplus.cluster import config, serving
 from keras_psplus.cluster.discovery import find
-from keras_psplus.cluster.serving import serve
 from keras_psplus.core import plan
 
 
@@ -37,7 +36,7 @@ def read_task() -> config.TaskConfig | None:
 
 def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
     """Serves until the chief has ended, and ends the process."""
-    serve.end_process_after(lambda: serve.serve(task, startup_timeout=startup_timeout))
+    serving.end_process_after(lambda: serving.serve(task, startup_timeout=startup_timeout))
 
 
 def local_devices() -> list[str]:

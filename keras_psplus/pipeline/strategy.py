@@ -8,20 +8,19 @@ import tensorflow as tf
 
 from keras_psplus import activation, compression
 from keras_psplus.arguments import flag, seconds, whole_number
+from keras_psplus.cluster import preflight, serving
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
-from keras_psplus.cluster.serving import serve
-from keras_psplus.cluster.serving.claims import ServerLease
-from keras_psplus.cluster.startup import preflight
+from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor, methods
 from keras_psplus.core import plan
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.models import live
-from keras_psplus.core.strategy_base import StrategyBase
+from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
@@ -258,7 +257,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
         self._task = startup.read_task()
-        self._chief: serve.ShutdownNotifier | None = None
+        self._chief: serving.ShutdownNotifier | None = None
         if self._task is None:
             devices, host = startup.local_devices(), "/CPU:0"
             check_count(patterns, len(devices), pipelines)
@@ -307,7 +306,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         )
         failure.install_exit_hook()
         count = len(spec["worker"])
-        self._chief = serve.ShutdownNotifier(
+        self._chief = serving.ShutdownNotifier(
             {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
         return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"

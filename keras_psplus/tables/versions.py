@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import seconds, shown
-from keras_psplus.files import atomic, integrity
-from keras_psplus.files import tables as shard_files
+from keras_psplus.files import integrity
+from keras_psplus.files.replace import replace, sync
 from keras_psplus.log import logger
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.keys import to_keys
@@ -439,7 +439,7 @@ class VersionWriter:
         # Not used again if this fails.
         number = self._last = self._last + 1
         tables = [self._write_table(number, i, one) for i, one in enumerate(changes)]
-        atomic.sync(self._folder)
+        sync(self._folder)
         follows = None if is_whole else self._versions[-1]["version"]
         version = {
             "version": number,
@@ -451,7 +451,7 @@ class VersionWriter:
         versions = [version] if is_whole else [*self._versions, version]
         content = {"format": FORMAT, "tables": self._tables, "versions": versions}
         path = os.path.join(self._folder, NAME)
-        shard_files.write_text(path, integrity.to_json(content))
+        replace(path, integrity.to_json(content).encode())
         if is_whole:
             self._before = _names(self._versions) or self._before
         self._versions = versions
@@ -466,7 +466,7 @@ class VersionWriter:
             name = file_name(number, i, what)
             path = os.path.join(self._folder, name)
             np.save(path, getattr(changes, what).astype(dtype, copy=False))
-            atomic.sync(path)
+            sync(path)
             files[name] = integrity.digest_of_file(path)
         return {"changes": len(changes.keys) + len(changes.gone), "files": files}
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 import tensorflow as tf
 
-from keras_psplus import tracebacks
 from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.process import signals
 from keras_psplus.core.jobs import failure
 from keras_psplus.engine import Call
 from tests.support.tables import for_each
@@ -78,12 +78,12 @@ def test_what_is_reported_of_an_exception(monkeypatch, error, cause):
     sent, shown = [], []
     monkeypatch.setattr(failure, "report", lambda message, post: sent.append(message))
     monkeypatch.setattr(failure.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(tracebacks.UNCAUGHT, "reporters", [])
+    monkeypatch.setattr(signals.UNCAUGHT, "reporters", [])
     causes = [True, False]  # the second time, it is another one's failure
     failure.report_failure(TASK, lambda: causes.pop(0))
 
     def show():
-        tracebacks.UNCAUGHT.show(Call(lambda *args: shown.append(args), type(error), (error, None)))
+        signals.UNCAUGHT.show(Call(lambda *args: shown.append(args), type(error), (error, None)))
 
     for _ in range(2):
         show()

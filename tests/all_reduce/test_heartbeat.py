@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness import heartbeat
 from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
+from keras_psplus.cluster import preflight
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.startup import peer_discovery
-from keras_psplus.cluster.wire.identity import ANSWERS, GONE, SILENT, is_silent, places_of
+from keras_psplus.cluster.handshake import ANSWERS, GONE, SILENT, is_silent, places_of
 from keras_psplus.core.jobs import failure
 from tests.support.tables import for_each
 
@@ -107,7 +107,7 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
 
 
 def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeypatch):
-    monkeypatch.setattr(peer_discovery, "EVERYBODY", 4)
+    monkeypatch.setattr(preflight, "EVERYBODY", 4)
     monkeypatch.setattr(failure, "_reported_at", None)
     aborted, told = [], []
     runtime = types.SimpleNamespace(

@@ -10,10 +10,10 @@ import tempfile
 
 import pytest
 
+from keras_psplus import process_identity
 from keras_psplus.cli import main
 from keras_psplus.cluster.monitor import job as job_folder
-from keras_psplus.cluster.monitor.json_log import JsonLog
-from keras_psplus.cluster.process import process_state
+from keras_psplus.cluster.monitor.job import JsonLog
 from tests.cluster.test_trace import check as check_trace
 from tests.lab import run as lab_run
 from tests.support.tables import for_each
@@ -164,7 +164,7 @@ def test_what_a_killed_launcher_has_left(capsys, tmp_path):
     # The next launcher removes what killed ones have left, also before they had written anything.
     process = subprocess.Popen(["true"])
     process.wait()
-    early = job_folder.root() / f"{process.pid}-{process_state.namespace()}-x"
+    early = job_folder.root() / f"{process.pid}-{process_identity.machine()}-x"
     elsewhere = job_folder.root() / f"{process.pid}-01234567-x"
     early.mkdir(), elsewhere.mkdir()
     ours = job_folder.make()
@@ -195,11 +195,11 @@ def test_jobs_are_this_users_alone(capsys, tmp_path):
 
 def test_the_state_of_a_process():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        birth = process_state.birth_of(process.pid)
-        assert process_state.state_of(process.pid, birth) == "running"
-        assert process_state.state_of(process.pid, birth + 1) == "ended"
+        birth = process_identity.birth_of(process.pid)
+        assert process_identity.state_of(process.pid, birth) == "running"
+        assert process_identity.state_of(process.pid, birth + 1) == "ended"
         process.communicate(b"\n")
-    assert process_state.state_of(process.pid, birth) == "ended"
+    assert process_identity.state_of(process.pid, birth) == "ended"
 
 
 @for_each("path", ["{}/missing/log.jsonl", "{}"])
@@ -223,7 +223,7 @@ def test_status_takes_flags_alone(flag, capsys):
 def test_lines_of_several_processes_are_whole(tmp_path):
     path = tmp_path / "log.jsonl"
     source = (
-        "import sys\nfrom keras_psplus.cluster.monitor.json_log import JsonLog\n"
+        "import sys\nfrom keras_psplus.cluster.monitor.job import JsonLog\n"
         "log = JsonLog(sys.argv[1])\n"
         "for i in range(300): log.append('event', task=sys.argv[2], text='x' * 3000, i=i)\n"
     )

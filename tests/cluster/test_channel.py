@@ -11,27 +11,27 @@ import time
 
 import pytest
 
-from keras_psplus.cluster.channel import client as client_module
-from keras_psplus.cluster.channel import server as server_module
-from keras_psplus.cluster.channel import sessions as sessions_module
-from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.client import ChannelClient, ChannelError, ConnectionWatch
-from keras_psplus.cluster.channel.server import METHOD, ChannelServer
+from keras_psplus.cluster import handshake, preflight
+from keras_psplus.cluster.channel import sessions, tls, transport
 from keras_psplus.cluster.channel.sessions import (
     AnotherProcessError,
     Authenticator,
     JobSecret,
     RefusedError,
+    Secret,
     Session,
+)
+from keras_psplus.cluster.channel.transport import (
+    METHOD,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    ConnectionWatch,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.handshake import Listener, PeerIdentity
 from keras_psplus.cluster.ports import control_address, free_ports
-from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.startup import preflight
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.handshake import Listener
-from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.hybrid.rpc.servers import ControlLink
 from tests.cluster import certificates
@@ -124,7 +124,7 @@ def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
 
 
 def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
-    monkeypatch.setattr(sessions_module, "_MOST_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "_MOST_SESSIONS", 3)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         sent = []
         old = session(client, sent=sent)
@@ -138,7 +138,7 @@ def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_CALLS", 1)
+    monkeypatch.setattr(transport, "_MOST_CALLS", 1)
     inside, goes_on = threading.Event(), threading.Event()
 
     def handle(body, host):
@@ -170,14 +170,14 @@ def test_a_busy_server_is_asked_again(monkeypatch):
 
 
 def test_garbage_and_silence_are_bounded(monkeypatch):
-    monkeypatch.setattr(server_module, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(transport, "_HANDSHAKE_SECONDS", 1)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
             answer = json.loads(client.send(text, 5))
             assert set(answer) in ({"error"}, {"session", "process", "hint"})
         with pytest.raises(ChannelError, match="1100000 bytes is larger than"):
             client.send("x" * 1_100_000, 5)
-        monkeypatch.setattr(client_module, "LONGEST", 1 << 30)
+        monkeypatch.setattr(transport, "LONGEST", 1 << 30)
         with pytest.raises(ChannelError, match="larger than max"):
             client.send("x" * 1_100_000, 5)
         host, port = echo.address.split(":")
@@ -201,9 +201,9 @@ SERVER = (
     WITHOUT_TENSORFLOW
     + """
 import time
-from keras_psplus.cluster.channel.server import ChannelServer
+from keras_psplus.cluster.channel.transport import ChannelServer
 from keras_psplus.cluster.channel.sessions import Authenticator
-from keras_psplus.cluster.secret import Secret
+from keras_psplus.cluster.channel.sessions import Secret
 
 gate = Authenticator(Secret("of the job"), "")
 server = ChannelServer(sys.argv[1], gate, lambda body, host: body)

@@ -4,13 +4,11 @@ import socket
 
 import pytest
 
+from keras_psplus.cluster import handshake, serving
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.serving import claims as claims_module
-from keras_psplus.cluster.serving import serve
-from keras_psplus.cluster.serving.claims import LeaseHolder, ServerLease
-from keras_psplus.cluster.wire import handshake
+from keras_psplus.cluster.serving import LeaseHolder, ServerLease
 from tests.cluster import certificates
 
 
@@ -35,7 +33,7 @@ def test_one_that_has_ended_makes_room(claims, monkeypatch):
     assert claims.claim(**own) is None
     # It may be about to start its server.
     assert claims.claim(**other)
-    monkeypatch.setattr(claims_module, "_START_SECONDS", 0)
+    monkeypatch.setattr(serving, "_START_SECONDS", 0)
     with socket.create_server(("127.0.0.1", port)):
         assert claims.claim(**other)
     assert claims.claim(**other) is None
@@ -54,26 +52,26 @@ def test_another_token_is_refused(monkeypatch, caplog, tmp_path, mine, theirs):
     monkeypatch.setenv(TOKEN_VARIABLE, mine)
     (port,) = free_ports(1)
     task = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (f"127.0.0.1:{port}",)}, "ps", 0)
-    listener = serve.ShutdownListener()
-    channel = claims_module.listen_to_chief(
+    listener = serving.ShutdownListener()
+    channel = serving.listen_to_chief(
         task, {"claim": LeaseHolder("127.0.0.1:1").claim, "word": listener.receive}
     )
     try:
         with pytest.raises(ClusterStartupError, match="control channel.*Received: TF_CONFIG"):
-            claims_module.listen_to_chief(task, {})
+            serving.listen_to_chief(task, {})
         lease = ServerLease(task.cluster)
         monkeypatch.setenv(TOKEN_VARIABLE, theirs)
         message = r"ps-0 \(127.*ps-0 belongs to another job: its token differs"
         with pytest.raises(ClusterStartupError, match=message):
             lease.claim_all()
-        serve.ShutdownNotifier({"ps-0": task.address})
+        serving.ShutdownNotifier({"ps-0": task.address})
         assert not listener.has_chief_started
         monkeypatch.setenv(TOKEN_VARIABLE, mine)
         lease.claim_all()
         monkeypatch.setattr(lease, "_own", {**lease._own, "process": "z", "who": "another"})
         with pytest.raises(ClusterStartupError, match="serves another chief: chief .process"):
             lease.claim("ps-0")
-        serve.ShutdownNotifier({"ps-0": task.address})
+        serving.ShutdownNotifier({"ps-0": task.address})
         assert listener.is_chief_lost and not listener.has_chief_left
         # A chief and its servers have to agree on TLS.
         for name, value in certificates.make(tmp_path, "task").items():

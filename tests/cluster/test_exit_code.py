@@ -1,10 +1,12 @@
-"""With what exit code a process is about to end."""
+"""With what exit code a process is about to end, and who hears of its error."""
 
 import sys
 
 import pytest
 
+from keras_psplus import activation
 from keras_psplus.cluster.process import signals
+from keras_psplus.engine import Call
 
 
 @pytest.fixture(autouse=True)
@@ -12,6 +14,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(signals.EXITS, "is_watching", False)
     monkeypatch.setattr(signals.EXITS, "codes", [])
     monkeypatch.delattr(sys, "last_value", raising=False)
+    activation.activate()  # as a strategy does, whose hooks hear of it
     signals.watch()
     signals.watch()
 
@@ -35,3 +38,16 @@ def test_the_last_one_counts(monkeypatch):
     assert not signals.is_bad()
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert signals.is_bad()
+
+
+def test_an_error_is_reported_before_it_is_shown_and_waited_for_afterwards(monkeypatch):
+    order, error = [], KeyError("x")
+
+    def report(kind, found):
+        assert (kind, found) == (KeyError, error)
+        order.append("reported")
+        return lambda: order.append("waited")
+
+    monkeypatch.setattr(signals.UNCAUGHT, "reporters", [report, lambda *_: None])
+    signals.UNCAUGHT.show(Call(lambda *_: order.append("shown"), KeyError, (error, None)))
+    assert order == ["reported", "shown", "waited"]

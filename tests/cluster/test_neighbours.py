@@ -1,6 +1,6 @@
 """Whom a task of a large cluster asks."""
 
-from keras_psplus.cluster.startup.peer_discovery import EVERYBODY, neighbours
+from keras_psplus.cluster.preflight import EVERYBODY, neighbours
 from tests.support.tables import for_each
 
 

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.find import find_task_config
-from keras_psplus.cluster.discovery.rendezvous import exchange_hosts
+from keras_psplus.cluster.discovery.launchers import exchange_hosts
+from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import PeerIdentity
 from tests.lab import netlab
 
 JOB = pathlib.Path(__file__).with_name("slurm_job.py")

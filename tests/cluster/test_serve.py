@@ -5,9 +5,9 @@ import types
 
 import pytest
 
+from keras_psplus.cluster import serving
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
-from keras_psplus.cluster.serving import serve
-from keras_psplus.cluster.serving.serve import ShutdownListener
+from keras_psplus.cluster.serving import ShutdownListener
 from keras_psplus.errors import ChiefLostError
 from tests.cluster.simulated import Clock
 from tests.support.jobs import run_in_processes
@@ -19,12 +19,12 @@ class Chief:
     """A chief that is there from some seconds to others, instead of `handshake`."""
 
     def __init__(self, monkeypatch, *spans):
-        self.clock, self.listener = Clock(serve, monkeypatch=monkeypatch), ShutdownListener()
+        self.clock, self.listener = Clock(serving, monkeypatch=monkeypatch), ShutdownListener()
         self._spans = [(self.clock.now + begin, self.clock.now + end) for begin, end in spans]
-        monkeypatch.setattr(serve, "handshake", self)
-        monkeypatch.setattr(serve, "wait_for_close", self._wait_for_close)
+        monkeypatch.setattr(serving, "handshake", self)
+        monkeypatch.setattr(serving, "wait_for_close", self._wait_for_close)
         signals = types.SimpleNamespace(SIGNAL=types.SimpleNamespace(watch=lambda: None))
-        monkeypatch.setattr(serve, "signals", signals)
+        monkeypatch.setattr(serving, "signals", signals)
 
     def listens(self, address, seconds=None):
         return any(begin <= self.clock.now < end for begin, end in self._spans)
@@ -41,7 +41,7 @@ class Chief:
     def outlived(self):
         """Seconds until the server ends, and its lines."""
         began, lines, heard = self.clock.now, [], self.listener
-        serve.outlive(
+        serving.outlive(
             SERVER,
             lambda: heard.has_chief_started,
             lambda: heard.is_chief_lost,
@@ -81,7 +81,7 @@ def test_a_chief_that_greets_before_its_server_is_there_and_dies(monkeypatch):
 
 def test_a_process_beside_the_cluster_waits_for_the_end_of_its_chief(monkeypatch):
     chief = Chief(monkeypatch, (10, 50))
-    serve.wait_for_end_of_chief(SERVER)
+    serving.wait_for_end_of_chief(SERVER)
     assert 1055 <= chief.clock.now <= 1057
 
 
@@ -90,19 +90,19 @@ def test_mistakes_are_told_before_the_server_starts():
         taken = f"127.0.0.1:{server.getsockname()[1]}"
         config = TaskConfig({"chief": ("127.0.0.1:1",), "ps": (taken,)}, "ps", 0)
         with pytest.raises(ClusterStartupError, match="uses the port"):
-            serve.serve(config)
+            serving.serve(config)
     with pytest.raises(ClusterConfigError, match="worker-0 cannot serve"):
-        serve.serve(TaskConfig({"worker": ("127.0.0.1:1",)}, "worker", 0))
+        serving.serve(TaskConfig({"worker": ("127.0.0.1:1",)}, "worker", 0))
 
 
 JOB = """
 import sys
 from keras_psplus.cluster.config import read_task_config
-from keras_psplus.cluster.startup.preflight import wait_for_cluster
+from keras_psplus.cluster.preflight import wait_for_cluster
 config = read_task_config()
 if config.task_type == "chief":
     import tensorflow as tf
-    from keras_psplus.cluster.serving.serve import ShutdownNotifier
+    from keras_psplus.cluster.serving import ShutdownNotifier
     wait_for_cluster(config, ("ps",), timeout=60)
     cluster = {job: list(tasks) for job, tasks in config.cluster.items()}
     tf.config.experimental_connect_to_cluster(

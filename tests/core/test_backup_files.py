@@ -7,7 +7,7 @@ import types
 
 import keras
 
-from keras_psplus.core.backup import backup_callback, backup_files, backup_loading, backup_states
+from keras_psplus.core.backup import backup_callback, backup_files
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 
@@ -60,9 +60,9 @@ def test_a_damaged_state_is_passed_over(tmp_path, caplog):
         with backup_files.written(callback, {"worker-0.zip": "digest"}, 0) as folder:
             pathlib.Path(folder, "latest.weights.h5").write_text(f"of {epoch}")
             pathlib.Path(folder, "training_metadata.json").write_text(f'{{"epoch": {epoch}}}')
-    assert [state["epoch"] for state in backup_states.find(callback)] == [4, 3]
+    assert [state["epoch"] for state in backup_files.find(callback)] == [4, 3]
     pathlib.Path(tmp_path, "latest.weights.h5").write_text("of ?")
-    assert [state["epoch"] for state in backup_states.find(callback)] == [3]
+    assert [state["epoch"] for state in backup_files.find(callback)] == [3]
     assert "resumes from the one before, at epoch 4" in caplog.text
 
 
@@ -75,7 +75,7 @@ def test_an_older_state_comes_with_its_own_tables(tmp_path, monkeypatch):
         def read(self, model, folder, content, is_strict):
             read.append(content["stem"])
 
-    monkeypatch.setattr(backup_loading, "_load", lambda *_: problems.pop(0))
+    monkeypatch.setattr(backup_callback, "_load", lambda *_: problems.pop(0))
     callback = keras.callbacks.BackupAndRestore(str(tmp_path))
-    assert backup_loading.load_first(Tables(), callback, states, [], True) == 1
+    assert backup_callback.load_first(Tables(), callback, states, [], True) == 1
     assert read == ["old"]

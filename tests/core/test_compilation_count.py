@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.base.compilation_count import MOST, CompilationCount
+from keras_psplus.core.graph.compiled_calls import MOST, CompilationCount
 
 
 @pytest.mark.parametrize("is_static", [False, True])

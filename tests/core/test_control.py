@@ -6,8 +6,8 @@ import threading
 import pytest
 import tensorflow as tf
 
+from keras_psplus.cluster import preflight
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.startup import peer_discovery
 from keras_psplus.core.jobs import control as control_module
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
@@ -63,7 +63,7 @@ def on_all_workers(function, workers=WORKERS):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_everybody_gets_everybodys_text(store, monkeypatch, large):
-    monkeypatch.setattr(peer_discovery, "EVERYBODY", 2 if large else 32)
+    monkeypatch.setattr(preflight, "EVERYBODY", 2 if large else 32)
 
     def exchange(plane):
         plane.check_same("variable", "kernel", "a kernel")
@@ -85,7 +85,7 @@ def test_a_worker_that_makes_something_else_is_named(store, monkeypatch):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_what_all_have_read_is_deleted(store, monkeypatch, large):
-    monkeypatch.setattr(peer_discovery, "EVERYBODY", 2 if large else 32)
+    monkeypatch.setattr(preflight, "EVERYBODY", 2 if large else 32)
 
     def run(plane):
         for i in range(100):
@@ -107,7 +107,7 @@ def test_what_an_exchange_costs_grows_with_the_workers_not_with_their_square(sto
 
 
 def test_in_a_large_cluster_all_learn_why_one_has_ended(store, monkeypatch):
-    monkeypatch.setattr(peer_discovery, "EVERYBODY", 2)
+    monkeypatch.setattr(preflight, "EVERYBODY", 2)
     monkeypatch.setattr(failure, "_failed_at", None)
     monkeypatch.setattr(failure, "_ended_address", None)
     ended = f"{failure.ENDED}worker-2 (h:3) has ended by an error. Received: OSError: disk"
@@ -123,7 +123,7 @@ def test_in_a_large_cluster_all_learn_why_one_has_ended(store, monkeypatch):
 
 
 def test_in_a_large_cluster_another_kind_is_named(store, monkeypatch):
-    monkeypatch.setattr(peer_discovery, "EVERYBODY", 2)
+    monkeypatch.setattr(preflight, "EVERYBODY", 2)
     monkeypatch.setattr(failure, "report", lambda message: None)
 
     def run(plane):

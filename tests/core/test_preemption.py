@@ -221,6 +221,20 @@ SCRIPTS = {
         "os.environ['KERAS_PSPLUS_GRACE'] = '0'; SIGNAL.watch(); me(); time.sleep(9)",
         -signal.SIGTERM,
     ),
+    # The launcher's grace is not for workers that a job goes on without.
+    "a worker that leaves": (
+        "os.environ['KERAS_PSPLUS_GRACE'] = '0'; SIGNAL.watch(mode='leave'); SIGNAL.watch(); me()\n"
+        "os._exit(7 if SIGNAL.is_noted else 0)",
+        7,
+    ),
+    "a worker that leaves is told twice": (
+        "SIGNAL.watch(mode='leave'); me(); me(); time.sleep(9)",
+        termination.EXIT_CODE,
+    ),
+    "a worker that is let go while it hangs": (
+        "SIGNAL.watch(mode='leave'); me(); SIGNAL.end_after(0.1); hang()",
+        termination.EXIT_CODE,
+    ),
     "another thread": (
         "t = threading.Thread(target=SIGNAL.watch); t.start(); t.join(); me(); time.sleep(9)",
         -signal.SIGTERM,

@@ -8,9 +8,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.core import worker_files
-from keras_psplus.core.worker_files import WorkerFiles
-from keras_psplus.core.worker_state import WaitingValues, WorkerState
+from keras_psplus.core import worker_state
+from keras_psplus.core.worker_state import WaitingValues, WorkerFiles, WorkerState
 from tests.support.tables import for_each
 
 FORMS = {"a": (tf.TensorShape([2]), tf.float32), "b": (tf.TensorShape([]), tf.int64)}
@@ -54,8 +53,8 @@ def assert_equal(found, expected):
 
 def test_a_file_has_scalars_and_bfloat16_as_bytes(tmp_path):
     half = np.arange(3).astype(tf.bfloat16.as_numpy_dtype)
-    worker_files.write(tmp_path / "arrays", [*VALUES.items(), ("c/d", half)])
-    found = worker_files.read(tmp_path / "arrays")
+    worker_state.write(tmp_path / "arrays", [*VALUES.items(), ("c/d", half)])
+    found = worker_state.read(tmp_path / "arrays")
     waiting = WaitingValues()
     waiting.put(found, {}, True)
     forms = {**FORMS, "c/d": (tf.TensorShape([None]), tf.bfloat16)}

@@ -11,8 +11,8 @@ import pytest
 
 import keras_psplus as psp
 from keras_psplus.cli import main
+from keras_psplus.cluster import serving
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
-from keras_psplus.cluster.serving import serve
 from tests.callbacks.test_communication_monitor import scalars
 from tests.support.jobs import launch
 
@@ -108,7 +108,7 @@ def test_files_that_are_not_complete_wait(tmp_path):
 
 def test_it_notices_the_end_of_the_chief_by_itself(role, tmp_path, monkeypatch):
     has_ended, evaluated, model = threading.Event(), [], dense()
-    monkeypatch.setattr(serve, "wait_for_end_of_chief", lambda task: has_ended.wait(60))
+    monkeypatch.setattr(serving, "wait_for_end_of_chief", lambda task: has_ended.wait(60))
     model.save_weights(tmp_path / "1.weights.h5")
 
     def note(logs):

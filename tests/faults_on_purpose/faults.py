@@ -360,7 +360,7 @@ FAULTS = (
     Fault(
         "residuals that are not restored",
         "a resumed job begins without what compressors had left out",
-        "core/worker_files.py",
+        "core/worker_state.py",
         "state.by_unit(owner_name, arrays)",
         "state.by_unit(owner_name, {})",
         ("core/test_worker_state.py", "faults/test_worker_states.py", "faults/test_steps.py"),
@@ -384,7 +384,7 @@ FAULTS = (
     Fault(
         "a damaged backup",
         "the digests of a backup's files are not compared, and a job resumes from a damaged one",
-        "core/backup/backup_states.py",
+        "core/backup/backup_files.py",
         "            problem = integrity.problem_of(path, expected)\n",
         "            problem = integrity.problem_of(path, expected) if suffix else None\n",
         ("core/test_backup_files.py", "faults/test_backup.py"),
@@ -416,9 +416,9 @@ FAULTS = (
     Fault(
         "an evaluation's bytes",
         "what a validation sends is taken for the training steps'",
-        "callbacks/communication_monitor.py",
-        "            self._start += self._totals() - self._before_test\n",
-        "            self._start += self._totals() - self._totals()\n",
+        "callbacks.py",
+        "            self._start += Totals.of(self._communication) - self._before_test\n",
+        "            self._start += self._before_test - self._before_test\n",
         ("callbacks/test_communication_monitor.py",),
     ),
     # Dynamic tables.

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.cluster.secret import Secret
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import read_list
 from keras_psplus.hybrid.files import saving
@@ -248,7 +248,7 @@ def test_a_worker_that_is_started_again_gets_no_tables_of_the_start_before(monke
         task = TaskConfig(server._task.cluster, "worker", 0)
         Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 20)
         # Another process of the same name, in which pushes are counted from the beginning.
-        monkeypatch.setattr(servers_module, "own_id", lambda pid: "another")
+        monkeypatch.setattr(servers_module, "own_id", lambda: "another")
         # It waits for the next server, which does not come here.
         with pytest.raises(ClusterStartupError, match="ps-0 did not come to .* Start it"):
             Servers(task, SECRET, timeout=20, patience=2).greet(AGREED, 2, 2)

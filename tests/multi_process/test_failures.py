@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -58,10 +57,6 @@ def test_worker_that_raises_shows_its_own_error():
     assert_survivors_name(result, "worker-1", ["worker-0"])
     assert "Received: ArithmeticError: the victim's own error" in result.logs["worker-0"]
     assert "has ended by an error" in result.logs["worker-0"]
-    for log in result.logs.values():
-        _, _, trace = log.rpartition("Traceback")
-        files = {pathlib.Path(path).name for path in re.findall('File "(.*?)"', trace)}
-        assert files - {"warm.py"} == {SOURCE.name}, trace
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_psplus import compression
-from keras_psplus.core import worker_files
+from keras_psplus.core import worker_state
 from tests.parameter_server.options import options
 from tests.support.cluster import run
 from tests.support.results import assert_close
@@ -100,7 +100,7 @@ def test_each_worker_goes_on_with_its_residuals(tmp_path):
     run("sync22", train, folder=folder, interrupt=4, is_compressed=True)
     *_, file = sorted((folder / "compression").iterdir())
     assert file.name.startswith("2-workers-step-"), file
-    workers = {name.split("/")[1] for name in worker_files.read(file)}
+    workers = {name.split("/")[1] for name in worker_state.read(file)}
     assert workers == {"worker-0-of-2", "worker-1-of-2"}
     resumed = run("sync_threads", train, folder=folder, is_compressed=True)
     whole = run("sync_threads", train, is_compressed=True)

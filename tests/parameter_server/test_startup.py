@@ -2,8 +2,8 @@
 
 import pytest
 
+from keras_psplus.cluster import serving
 from keras_psplus.cluster.channel.sessions import RefusedError
-from keras_psplus.cluster.serving import claims, serve
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.parameter_server.extended import gpus_per_worker
 from keras_psplus.parameter_server.startup import Servers
@@ -30,20 +30,20 @@ def servers_with(monkeypatch, answer, knows_claims=True):
             raise answer
         return answer
 
-    monkeypatch.setattr(claims, "ask", ask)
+    monkeypatch.setattr(serving, "ask", ask)
     servers = object.__new__(Servers)
     servers._lease = Lease(knows_claims)
     return servers
 
 
 def test_a_worker_of_the_same_versions_is_admitted(monkeypatch):
-    servers = servers_with(monkeypatch, serve.own_versions())
+    servers = servers_with(monkeypatch, serving.own_versions())
     servers.admit("worker-1")
     assert servers._lease.claimed == ["worker-1"]
 
 
 def test_a_worker_of_other_versions_is_refused(monkeypatch):
-    others = {name: "0.0.1" for name in serve.own_versions()}
+    others = {name: "0.0.1" for name in serving.own_versions()}
     servers = servers_with(monkeypatch, others)
     words = r"worker-1 \(10.0.0.2:2222\) has other versions.*Received: .*0\.0\.1"
     with pytest.raises(ClusterStartupError, match=words):

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from keras_psplus.planning import table
-from keras_psplus.planning.step_bytes import Traits
-from keras_psplus.planning.table import Cluster, Facts
+from keras_psplus.planning import step_bytes
+from keras_psplus.planning.step_bytes import Cluster, Facts, Traits
 
 ENTRIES = {
     "single": Traits("alone"),
@@ -40,7 +39,7 @@ TABLE = {"rows": 1_000_000, "dim": 32, "touched": {"1": 20_000.0, "2": 30_000.0}
 
 
 def plan(given, **cluster):
-    return table.plan(given, ENTRIES, Cluster(**cluster))
+    return step_bytes.plan(given, ENTRIES, Cluster(**cluster))
 
 
 def test_rows_are_of_bytes_and_of_what_was_measured():

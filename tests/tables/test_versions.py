@@ -8,10 +8,9 @@ import threading
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.files import atomic, integrity
+from keras_psplus.files import integrity
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables import versions
 from keras_psplus.tables.snapshot import Changes
@@ -123,7 +122,7 @@ def killed_at(point):
 
         return call
 
-    calls = (np, "save"), (atomic, "sync"), (tf.io.gfile, "rename"), (os, "unlink")
+    calls = (np, "save"), (os, "fsync"), (os, "replace"), (os, "unlink")
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in calls:
             patch.setattr(owner, name, dying(getattr(owner, name)))

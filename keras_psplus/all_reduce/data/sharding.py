@@ -18,7 +18,7 @@ from keras_psplus.all_reduce.data.elements import (
 )
 from keras_psplus.core.batch import batches
 from keras_psplus.core.data import seeds
-from keras_psplus.core.data.unknown_length import UnknownLength
+from keras_psplus.core.data.data_position import UnknownLength
 from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.rows_before_maps import Pipeline
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles

@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.liveness.stalls import RUNNING, StepMarks
 from keras_psplus.cluster.config import TaskConfig, task_name
-from keras_psplus.cluster.startup.peer_discovery import is_large, neighbours
-from keras_psplus.cluster.wire.identity import is_silent, places_of
+from keras_psplus.cluster.handshake import is_silent, places_of
+from keras_psplus.cluster.preflight import is_large, neighbours
 from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context

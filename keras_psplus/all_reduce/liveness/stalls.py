@@ -17,7 +17,7 @@ from keras_psplus.all_reduce.liveness.step_clock import ARRIVED, DONE, StepClock
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.stalls import PendingWait
-from keras_psplus.cluster.startup.peer_discovery import is_large
+from keras_psplus.cluster.preflight import is_large
 from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import context
 

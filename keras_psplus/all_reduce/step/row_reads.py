@@ -17,7 +17,7 @@ from keras_psplus.tf_internals import distributed_values, values_util
 
 
 class _RowReads:
-    """Reads of rows by mirrored variables; see `keras_hooks.runtime`."""
+    """Reads of rows by mirrored variables; see `keras_hooks.variables`."""
 
     def sparse_read(self, call: Call) -> tf.Tensor:
         """Rows of the copy on this device."""

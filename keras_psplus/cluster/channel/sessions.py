@@ -1,18 +1,7 @@
-"""Challenge-response authentication by a job's secret, which is never sent.
-
-    caller                                     server
-      random number            ----------->
-                               <-----------      session: another one; id of its process
-      number, request, proof   ----------->
-                               <-----------      answer, proof
-
-A proof is the signature, by the job's secret, of both random numbers, the process, the request's
-number and its text; that of an answer covers the request's proof as well. So nothing that somebody
-has overheard can be used again, in either direction, and a server reads no request of a caller who
-does not know the secret. It keeps nothing of such a caller either.
-"""
+"""Sessions of requests that are signed by a job's secret, which is never sent."""
 
 import dataclasses
+import hashlib
 import hmac
 import itertools
 import json
@@ -26,7 +15,43 @@ from typing import Any, Self
 
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import Secret, is_same
+
+# Secrets that the tasks of a job share, and never send.
+
+
+class Secret:
+    """A job's token."""
+
+    def __init__(self, token: str) -> None:
+        self._key = hashlib.sha256(b"keras_psplus job token " + token.encode()).digest()
+
+    def sign(self, *texts: str) -> bytes:
+        return hmac.digest(self._key, json.dumps(texts).encode(), "sha256")
+
+    def key_words(self, *texts: str) -> list[int]:
+        """Two integers of 64 bits that only who knows the token can name."""
+        signature = self.sign("words", *texts)
+        return [int.from_bytes(signature[i : i + 8], "big", signed=True) for i in (0, 8)]
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two texts are the same; how long that takes tells nothing of them."""
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+
+
+# Challenge-response authentication by a job's secret, which is never sent.
+#
+#     caller                                     server
+#       random number            ----------->
+#                                <-----------      session: another one; id of its process
+#       number, request, proof   ----------->
+#                                <-----------      answer, proof
+#
+# A proof is the signature, by the job's secret, of both random numbers, the process, the request's
+# number and its text; that of an answer covers the request's proof as well. So nothing that
+# somebody has overheard can be used again, in either direction, and a server reads no request of a
+# caller who does not know the secret. It keeps nothing of such a caller either.
+
 
 # Seconds from a session's opening to its first request, requests of one that may overtake each
 # other, and sessions that a server knows before it forgets those that began earlier.

@@ -58,7 +58,7 @@ def _load() -> tuple[ModuleType, int]:
     return grpc, os.getpid()
 
 
-CERT, KEY, CA = (f"KERAS_PSPLUS_TLS_{name}" for name in ("CERT", "KEY", "CA"))
+CERT, KEY, CA = "KERAS_PSPLUS_TLS_CERT", "KERAS_PSPLUS_TLS_KEY", "KERAS_PSPLUS_TLS_CA"
 # Name in all certificates; without it, each has the host's in its task's address.
 NAME = "KERAS_PSPLUS_TLS_NAME"
 

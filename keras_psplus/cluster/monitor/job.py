@@ -1,9 +1,11 @@
-"""A local job of this user: its folder, its record, and requests to it."""
+"""A local job of this user: its JSON log, folder, record, and requests to it."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -15,11 +17,105 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from keras_psplus import process_identity
 from keras_psplus.cluster.console import warn
 from keras_psplus.cluster.monitor import goodput, trace
 from keras_psplus.cluster.monitor.goodput import Goodput
-from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, encode, now
-from keras_psplus.cluster.process import process_state
+from keras_psplus.files.replace import replace
+from keras_psplus.log import logger
+
+# JSON-lines file to which the launcher and all tasks of a job append.
+
+
+JSON_LOG_VARIABLE = "KERAS_PSPLUS_JSON_LOG"
+
+
+class JsonLog:
+    """Appends whole lines, each by one system call: lines of several processes do not mix.
+
+    A line has `timestamp` (UTC, ISO 8601), `event` and what belongs to the event.
+
+    Example:
+
+    ```python
+    JsonLog("job.jsonl").append("task_ended", task="worker-1", exit_code=1)
+    ```
+
+    Args:
+        path: Path of the file, on a local disk. It is opened for each line, so that it may be moved
+            away meanwhile.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.path.abspath(path)
+        self._has_failed = False
+
+    @property
+    def path(self) -> str:
+        """The file's absolute path."""
+        return self._path
+
+    def check(self) -> None:
+        """Makes the file if it is not there.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        os.close(self._open())
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Appends a line; a file that cannot be written stops nobody.
+
+        Args:
+            **fields: What belongs to it. Floats that are not finite become null.
+        """
+        line = encode({"timestamp": now(), "event": event, **fields}) + "\n"
+        try:
+            handle = self._open()
+            try:
+                os.write(handle, line.encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("cannot write %s (%s); the job goes on", self._path, error)
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self._path, flags, 0o666)
+
+
+def now() -> str:
+    """The time as lines have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def encode(value: Any) -> str:
+    """JSON of a value, with null for what JSON has no numbers for."""
+    return json.dumps(_finite(value), allow_nan=False, default=_of_other)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _of_other(value: Any) -> Any:
+    """Converts a number of NumPy's or TensorFlow's to a float, anything else to text."""
+    try:
+        return _finite(float(value))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+# A local job of this user: its folder, its record, and requests to it.
+
 
 # A folder for each local job of this user, from which `keras-psplus status` reads.
 #
@@ -49,7 +145,7 @@ def make() -> pathlib.Path:
     check(above)
     _clear(above)
     return pathlib.Path(
-        tempfile.mkdtemp(prefix=f"{os.getpid()}-{process_state.namespace()}-", dir=above)
+        tempfile.mkdtemp(prefix=f"{os.getpid()}-{process_identity.machine()}-", dir=above)
     )
 
 
@@ -59,10 +155,10 @@ def _clear(above: pathlib.Path) -> None:
         for folder in above.iterdir():
             # Another container, which may have this folder too, has process ids of its own.
             pid, _, others = folder.name.partition("-")
-            if not pid.isdigit() or others.partition("-")[0] != process_state.namespace():
+            if not pid.isdigit() or others.partition("-")[0] != process_identity.machine():
                 continue
             birth = (_read(folder / _JOB) or {}).get("birth")
-            if process_state.state_of(int(pid), birth) == process_state.ENDED:
+            if process_identity.state_of(int(pid), birth) == process_identity.ENDED:
                 remove(folder)
 
 
@@ -83,7 +179,7 @@ def check(above: pathlib.Path) -> None:
 
 def is_running(job: dict[str, Any]) -> bool:
     """Whether a job's launcher runs, by what `read_all` has of it."""
-    return process_state.state_of(job["pid"], job["birth"]) != process_state.ENDED
+    return process_identity.state_of(job["pid"], job["birth"]) != process_identity.ENDED
 
 
 def write_job(folder: pathlib.Path, job: dict[str, Any]) -> None:
@@ -171,9 +267,8 @@ def remove(folder: pathlib.Path) -> None:
 
 
 def _replace(path: pathlib.Path, value: Any) -> None:
-    own = path.with_name(f".{path.name}.{os.getpid()}")
-    own.write_text(encode(value))
-    os.replace(own, path)
+    # Steps do not wait for a disk: the folder ends with its launcher.
+    replace(path, encode(value).encode(), is_durable=False)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
@@ -221,7 +316,7 @@ class JobRecord:
         self._leads = "chief-0" if layout.get("chief") else "worker-0"
         self._job: dict[str, Any] = {
             "pid": os.getpid(),
-            "birth": process_state.birth_of(os.getpid()),
+            "birth": process_identity.birth_of(os.getpid()),
             "began": now(),
             "command": list(command),
             "layout": {job: int(count) for job, count in layout.items() if count},
@@ -287,7 +382,12 @@ class JobRecord:
         Args:
             restart: How often tasks of the job, or all of it, were started again before.
         """
-        task = {"pid": pid, "birth": process_state.birth_of(pid), "began": now(), "exit_code": None}
+        task = {
+            "pid": pid,
+            "birth": process_identity.birth_of(pid),
+            "began": now(),
+            "exit_code": None,
+        }
         with self._lock:
             is_again = name in self._job["tasks"]
             self._job["tasks"][name] = task
@@ -409,6 +509,4 @@ def answer(folder: pathlib.Path, what: str, function: Callable[[], str]) -> None
                 said = function()
             except RequestError as refused:
                 error = str(refused)
-            own = request.with_suffix(f".{os.getpid()}")
-            own.write_text(encode([said, error]))
-            os.replace(own, request.with_suffix(_ANSWER))
+            _replace(request.with_suffix(_ANSWER), [said, error])

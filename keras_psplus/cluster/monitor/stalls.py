@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from keras_psplus.arguments import seconds
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.log import logger
 
 _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS = 4, 5.0

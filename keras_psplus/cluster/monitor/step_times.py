@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from keras_psplus.cluster.wire import identity
+from keras_psplus.cluster import handshake
 
 DATA, COMPUTE, LINK, SERVER, HOST = "data", "compute", "link", "server", "callbacks"
 _CAUSES = (DATA, COMPUTE, LINK, SERVER, HOST)
@@ -344,7 +344,7 @@ class PeerConnections:
 
 def cut(address: str) -> None:
     """Breaks this process's connections to a `host:port`, so that calls there fail."""
-    places = {_plain(place[:2]) for _, place in identity.places_of(address)}
+    places = {_plain(place[:2]) for _, place in handshake.places_of(address)}
     for one, (_, peer) in _sockets():
         if peer in places:
             with contextlib.suppress(OSError):  # It has ended by itself.

@@ -14,7 +14,7 @@ from keras_psplus.cluster.config import read_task_config
 from keras_psplus.cluster.environment import RESTART_VARIABLE
 from keras_psplus.cluster.monitor import job, step_times
 from keras_psplus.cluster.monitor.goodput import TimeSheet
-from keras_psplus.cluster.monitor.json_log import JSON_LOG_VARIABLE, JsonLog, now
+from keras_psplus.cluster.monitor.job import JSON_LOG_VARIABLE, JsonLog, now
 from keras_psplus.cluster.monitor.step_times import Slowest, StepTimes
 from keras_psplus.log import logger
 

@@ -1,4 +1,4 @@
-"""SIGTERM to a process that trains or serves, and the process's exit code."""
+"""SIGTERM to a process that trains or serves, and the error that ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
 
 from keras_psplus.engine import Call
 from keras_psplus.log import logger
@@ -20,6 +21,8 @@ from keras_psplus.log import logger
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that a task has to save the job after SIGTERM; 0 for none. Not set: as long as it takes.
 GRACE_VARIABLE = "KERAS_PSPLUS_GRACE"
+# For a worker that is told to leave, of which its chief takes no notice.
+_ALONE_SECONDS = 30.0
 _LONGEST_WAIT = 1e6
 # For a line to be written, where what reads it, or who holds its lock, may hang.
 _LINE_SECONDS = 1.0
@@ -71,6 +74,7 @@ class _Signal:
         self.is_noted = self.is_in_order = False
         self.at_once: str | None = None
         self._is_watched = self._is_for_forks = self._is_handled = False
+        self._mode: Literal["save", "leave"] = "save"
         self._grace, self._end_at = math.inf, math.inf
         self._pipe: tuple[int, int] | None = None
         # The handler and the thread may both hear of what ends this process.
@@ -78,19 +82,22 @@ class _Signal:
         # Signals that a thread which forks had blocked before.
         self._blocked = threading.local()
 
-    def watch(self, at_once: str | None = None) -> None:
+    def watch(self, at_once: str | None = None, mode: Literal["save", "leave"] = "save") -> None:
         """Notes SIGTERM from now on, unless the script or the launcher wants something else.
 
         Args:
             at_once: The line, if there is nothing to save in what is begun; what is under way
                 around it may have something.
+            mode: `"save"` if the job is saved before it ends, `"leave"` if it goes on without this
+                process, which then ends as soon as it may, without a line.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         if self._is_watched:
             self.at_once = None if at_once is None else self.at_once
             return
-        self._grace, self.at_once = grace_seconds(), at_once
+        self._grace = grace_seconds() if mode == "save" else _ALONE_SECONDS
+        self._mode, self.at_once = mode, at_once
         if not self._grace:
             return  # The launcher ends its tasks at once.
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
@@ -155,13 +162,26 @@ class _Signal:
                 self.is_noted = is_told = True
                 self._end_at = time.monotonic() + self._grace
 
-    def _end(self, why: str) -> NoReturn:
+    def end_after(self, seconds: float) -> None:
+        """Ends this process, as nobody needs it any more."""
+        timer = threading.Timer(seconds, self._end, ["it was let go"])
+        timer.daemon = True
+        timer.start()
+
+    def _say(self, why: str) -> None:
+        if self._mode == "leave":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return
         line = self.at_once or (
             f"this process ends at once after SIGTERM, as {why}; what it has not saved is lost. "
             f"Received: exit code {EXIT_CODE}"
         )
+        logger.warning("%s", line)
+
+    def _end(self, why: str) -> NoReturn:
         if not self.is_in_order and self._is_said.acquire(blocking=False):
-            saying = threading.Thread(target=logger.warning, args=("%s", line), daemon=True)
+            saying = threading.Thread(target=self._say, args=(why,), daemon=True)
             saying.start()
             saying.join(_LINE_SECONDS)
         elif not self.is_in_order:
@@ -188,12 +208,35 @@ class _Exits:
         self.codes: list[Any] = []
 
     def note(self, call: Call) -> None:
-        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.runtime`."""
+        """`sys.exit`, which is replaced like functions of Keras; see `keras_hooks.variables`."""
         self.codes.append(call.owner)
         call.proceed()
 
 
 EXITS = _Exits()
+
+
+class _Uncaught:
+    """Exceptions that end the process, which `sys.excepthook` is called with.
+
+    Attributes:
+        reporters: List of functions of an exception's class and the exception, called before it is
+            shown. Each returns a function to be called afterwards, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reporters: list[Callable[[type[BaseException], BaseException], Any]] = []
+
+    def show(self, call: Call) -> None:
+        """`sys.excepthook`, which is replaced as `sys.exit` is."""
+        error: BaseException = call.args[0]
+        waits = [report(call.owner, error) for report in self.reporters]
+        call.proceed()
+        for wait in filter(None, waits):
+            wait()
+
+
+UNCAUGHT = _Uncaught()
 
 
 def watch() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.backup import backup_files, backup_states, fit_calls
+from keras_psplus.core.backup import backup_files, fit_calls
 from keras_psplus.core.backup.backup_files import WeightsInMemory
-from keras_psplus.core.backup.backup_loading import load_first, read_tables, seed_states
-from keras_psplus.core.backup.backup_tables import without_rows
-from keras_psplus.core.backup.resumed import Resumed, weights_of_callbacks
-from keras_psplus.core.backup.training_state import TrainingState, build_optimizers, check_model
+from keras_psplus.core.backup.backup_tables import BackupTables, read_here, without_rows
+from keras_psplus.core.backup.training_state import (
+    Resumed,
+    TrainingState,
+    build_optimizers,
+    check_model,
+    weights_of_callbacks,
+)
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.errors import TableServerError
@@ -110,7 +114,7 @@ def save(
             model,
             callback.backup_dir,
             _WHAT,
-            lambda: backup_states.worker_files_in_use(callback),
+            lambda: backup_files.worker_files_in_use(callback),
             # A process that is here has sent all that belongs to this step.
             waits=on_servers,
         )
@@ -122,7 +126,7 @@ def save(
         return begun if begun is None or goes_on else finish(begun)
 
     def finish(begun: dict[str, Any]) -> dict[str, Any] | None:
-        return tables.finish_write(folder, begun, backup_states.stems_in_use(callback))
+        return tables.finish_write(folder, begun, backup_files.stems_in_use(callback))
 
     if on_servers:
         listed = run_on_chief(engine.control, is_chief, _WHAT, write_tables)
@@ -181,7 +185,7 @@ def _seeds(model: keras.Model) -> list[Any]:
 
 def _write_others(folder: str, seeds: list[Any], training: TrainingState | None) -> None:
     # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
-    with file_utils.File(file_utils.join(folder, backup_states.SEEDS), "w") as f:
+    with file_utils.File(file_utils.join(folder, backup_files.SEEDS), "w") as f:
         f.write(json.dumps(seeds))
     if training is not None:
         training.write(folder)
@@ -202,7 +206,7 @@ def restore(
 
     def find() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         backup_files.take(callback, engine.progress.owner)
-        states = backup_states.find(callback)
+        states = backup_files.find(callback)
         backup_files.check_writable(callback)
         engine.backup_tables.check_writable(model, full_path(folder))
         return states, _found(engine, callback, states)
@@ -217,7 +221,7 @@ def restore(
     # An older one that is whole is better than a newer one without what workers have kept.
     first = next((i for i, problem in enumerate(problems) if not problem), 0)
     if first and is_chief:
-        backup_states.warn_of_previous(callback, problems[0], states[first])
+        backup_files.warn_of_previous(callback, problems[0], states[first])
     # On all workers at once: they agree on each variable that is made.
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -307,3 +311,118 @@ def _on_main_thread(control: ControlPlane | None, is_chief: bool, work: Callable
         control.exchange(_WHAT, json.dumps(said))
         raise
     return json.loads(control.exchange(_WHAT, json.dumps({"result": result}))[0])["result"]
+
+
+# Loading of the newest backup that is whole, on the chief.
+
+
+def read_tables(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    states: Sequence[dict[str, Any]],
+    is_strict: bool,
+) -> int:
+    """Loads tables into servers, of the first state that they can read; returns its number.
+
+    Args:
+        states: States of `backup_files.find`.
+        is_strict: Whether optimizers have to be the same.
+
+    Raises:
+        OSError: If there is none.
+        ValueError: If a state is one of another model.
+    """
+    model, folder = callback.model, callback.backup_dir
+    for number, state in enumerate(states):
+        if state["has_training"]:
+            facts = TrainingState.read(folder, state["is_previous"]).facts
+            # A later call's optimizer may be another one.
+            check_model(model, facts, folder, with_optimizers=is_strict)
+        if (listed := state["tables"]) is None:
+            break
+        problem = tables.read(model, full_path(folder), listed, is_strict)
+        if problem is None:
+            break
+        if number + 1 == len(states):
+            raise backup_files.damaged(callback, [problem])
+        backup_files.warn_of_previous(callback, [problem], states[number + 1])
+    return number
+
+
+def load_first(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    states: Sequence[dict[str, Any]],
+    training: list[TrainingState],
+    is_strict: bool,
+) -> int:
+    """Loads the first of some states that can be loaded; returns its number.
+
+    Args:
+        tables: Tables of backups, which servers have read.
+        states: States of `backup_files.find`.
+        training: List to which its `TrainingState` is added, if it has one.
+        is_strict: Whether optimizers have to be the same.
+
+    Raises:
+        OSError: If there is none.
+    """
+    number = 0
+    while problem := _load(tables, callback, states[number], training, is_strict):
+        number += 1
+        if number == len(states):
+            raise backup_files.damaged(callback, [problem])
+        backup_files.warn_of_previous(callback, [problem], states[number])
+        # Servers have those of the state that could not be loaded.
+        number += read_tables(tables, callback, states[number:], is_strict)
+    seeds = file_utils.join(callback.backup_dir, backup_files.SEEDS)
+    if file_utils.exists(seeds):
+        with file_utils.File(seeds, "r") as f:
+            for variable, value in zip(seed_states(callback.model), json.loads(f.read())):
+                variable.assign(value)
+    if training:
+        training[0].assign_metrics(callback.model)
+        training[0].assign_others(callback.model)
+    return number
+
+
+def _load(
+    tables: BackupTables,
+    callback: keras.callbacks.BackupAndRestore,
+    state: dict[str, Any],
+    training: list[TrainingState],
+    is_strict: bool,
+) -> str | None:
+    """Loads the model's weights from a backup; returns an error text, or None."""
+    model = callback.model
+    if state["is_previous"]:
+        backup_files.use_previous(callback)
+    training[:] = [TrainingState.read(callback.backup_dir)] if state["has_training"] else []
+    try:
+        with tables.set_aside(model, state["tables"]) as here:
+            callback._load_model()
+    except (OSError, KeyError, RuntimeError) as error:
+        if state["has_digests"]:
+            # It is as it was written: something else is wrong.
+            raise
+        return f"{callback._weights_path} cannot be read: {error}"
+    problem = read_here(callback.backup_dir, here, is_strict)
+    if problem is not None:
+        return problem
+    steps = optimizers.steps_of(model)
+    if training and not state["has_digests"] and training[0].facts.get("steps") != steps:
+        # Another program has written the weights since.
+        logger.warning(
+            "%s in %s is of other weights than those there, so that training begins at the first "
+            "batch of epoch %d. Received: weights that have made %d steps",
+            backup_files.TRAINING,
+            callback.backup_dir,
+            state["epoch"] + 1,
+            steps,
+        )
+        training.clear()
+    return backup_files.check_epoch(callback, state, steps)
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    return [v for v in model.variables if v.name == "seed_generator_state"]

@@ -23,7 +23,8 @@ from keras_psplus.cluster.process import signals
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.data import seeds
 from keras_psplus.core.jobs import failure
-from keras_psplus.files import atomic, ownership
+from keras_psplus.files import ownership
+from keras_psplus.files.replace import sync
 
 if TYPE_CHECKING:
     import keras
@@ -187,7 +188,7 @@ def keep(folder: str | os.PathLike[str]) -> str | None:
         os.rename(path, kept)
         if os.path.islink(folder):
             os.mkdir(path)
-        atomic.sync(os.path.dirname(path))
+        sync(os.path.dirname(path))
     except OSError:
         return None  # It may be a disk of its own.
     _note(kept)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core.backup import backup_files, fit_calls, training_state
-from keras_psplus.core.backup.backup_states import TRAINING
+from keras_psplus.core.backup.backup_files import TRAINING
 from keras_psplus.core.backup.training_state import TrainingState
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.data import data_position, seeds
@@ -21,7 +21,7 @@ from keras_psplus.keras_internals.keras_parts import file_utils
 if TYPE_CHECKING:
     import keras
 
-    from keras_psplus.core.backup.resumed import Resumed
+    from keras_psplus.core.backup.training_state import Resumed
 
 
 class FitProgress:

@@ -1,7 +1,7 @@
 """Losses in one replica's step: means over its rows, whose gradients count by its rows.
 
 The gradient of a loss that is not a scalar is that of its sum, in one process too, and needs no
-factor. See `keras_hooks/losses.py` for what stock Keras does.
+factor. See `keras_hooks/training.py` for what stock Keras does.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from keras_psplus.core.data import unknown_length
+from keras_psplus.core.data import data_position
 from keras_psplus.keras_internals.keras_parts import epoch_iterator
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def warn_of_early_end(call: Call) -> Any:
     """Warns of data of known length that end before the steps that Keras expects."""
     iterator = call.owner
     if iterator._steps_seen <= iterator.steps_per_execution:
-        unknown_length.check_rows_came(iterator.data_adapter)
+        data_position.check_rows_came(iterator.data_adapter)
     elif iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
         return None  # this is how data of unknown length end
     return call.proceed()

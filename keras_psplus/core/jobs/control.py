@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_psplus import errors
 from keras_psplus.cluster.config import TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
-from keras_psplus.cluster.startup.peer_discovery import is_large
+from keras_psplus.cluster.preflight import is_large
 from keras_psplus.core.jobs import failure
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger

@@ -21,12 +21,11 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from keras_psplus import tracebacks
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.handshake import ANSWERS, GONE, SILENT, places_of, state_of
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.process import signals
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import ANSWERS, GONE, SILENT, places_of, state_of
 from keras_psplus.errors import PeerLostError
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
@@ -91,7 +90,7 @@ def report_failure(
         thread.start()
         return lambda: thread.join(_REPORT_SECONDS)
 
-    tracebacks.UNCAUGHT.reporters.append(report_error)
+    signals.UNCAUGHT.reporters.append(report_error)
     atexit.register(_at_exit, task, is_cause, post)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 import tensorflow as tf
 
 from keras_psplus.cluster.config import TaskConfig, task_name
+from keras_psplus.cluster.handshake import GONE, places_of, state_of
 from keras_psplus.cluster.process import signals
-from keras_psplus.cluster.wire.identity import GONE, places_of, state_of
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import context
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus import activation
-from keras_psplus.callbacks import step_report
+from keras_psplus.callbacks import add_step_report
 from keras_psplus.cluster.discovery import find
 from keras_psplus.core import plan
 from keras_psplus.core.base import checks
@@ -136,7 +136,7 @@ class OutsideScope(Engine):
     @answers("set_model")
     def _set_model(self, event: Call) -> Any:
         if not exist():  # Else this is not the job's training.
-            step_report.add(event.owner)
+            add_step_report(event.owner)
         return event.proceed()
 
     def _is_left_to_fit(self) -> bool:

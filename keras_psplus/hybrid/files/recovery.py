@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from keras_psplus.cluster.channel.client import ConnectionWatch
+from keras_psplus.cluster.channel.transport import ConnectionWatch
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.errors import TableServerError
 from keras_psplus.hybrid.files.server_tables import ServerTables

@@ -17,10 +17,10 @@ import tensorflow as tf
 from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
 from keras_psplus.arguments import shown
+from keras_psplus.cluster import handshake
+from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
-from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.tf_internals import resource_variable_ops

@@ -5,24 +5,22 @@ import collections
 import contextlib
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_psplus.cluster.channel.client import BUSY, ChannelClient, ChannelError
-from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Session
+from keras_psplus.cluster import handshake
+from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.cluster.channel.tls import Tls
+from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import signals
-from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.identity import own_id
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.hybrid.rpc.calls import RowKey, RpcClient
 from keras_psplus.hybrid.rpc.tickets import TicketBook
 from keras_psplus.log import logger
+from keras_psplus.process_identity import own_id
 
 # Requests to a table server by its control channel, as JSON.
 
@@ -216,7 +214,7 @@ class Servers:
             ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
-        own = {"worker": self._task.name, "process": own_id(os.getpid())}
+        own = {"worker": self._task.name, "process": own_id()}
         self._greeting = {"agreed": agreed, "replicas": replicas, **own}
         deadline = time.monotonic() + timeout
         for index in range(len(self)):

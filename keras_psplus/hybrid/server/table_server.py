@@ -19,17 +19,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.server import ChannelServer
-from keras_psplus.cluster.channel.sessions import Authenticator
+from keras_psplus.cluster import handshake, serving
+from keras_psplus.cluster.channel.sessions import Authenticator, Secret
+from keras_psplus.cluster.channel.transport import ChannelServer
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
+from keras_psplus.cluster.preflight import check_local_address
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.process.signals import SIGNAL
-from keras_psplus.cluster.secret import Secret
-from keras_psplus.cluster.serving import claims
-from keras_psplus.cluster.serving import serve as cluster_serve
-from keras_psplus.cluster.startup.preflight import check_local_address
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid.rpc import calls
@@ -97,7 +94,7 @@ class TableServer:
     """Serves this task's shards.
 
     Args:
-        secret: What every client has to know, the `secret.Secret` of the job's token.
+        secret: What every client has to know, the `Secret` of the job's token.
         options: Dict of what `TableShard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
         log: Function that takes a line of progress.
@@ -189,7 +186,7 @@ class TableServer:
                 return json.dumps({"error": f"This is no request. Received: {error}"})
 
         host = self._address.rpartition(":")[0]
-        return claims.listen(self._task, self._gate, handle, host)
+        return serving.listen(self._task, self._gate, handle, host)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Notes a request, for the main thread to answer them one by one.
@@ -384,19 +381,19 @@ def serve(
     Raises:
         keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
             chief does not come.
-        keras_psplus.cluster.serving.serve.ChiefLostError: If the chief has ended without having
+        keras_psplus.cluster.serving.ChiefLostError: If the chief has ended without having
             said so, or a worker has been started again.
     """
     check_local_address(task)
     tuning.tune()
     tuning.hide_gpus()
     ended, problem = threading.Event(), []
-    server = TableServer(task, secret, options, agreed, cluster_serve.log_line, folders)
+    server = TableServer(task, secret, options, agreed, serving.log_line, folders)
 
     def watch() -> None:
         try:
             _check_that_it_answers(server, task, secret)
-            cluster_serve.outlive(
+            serving.outlive(
                 task,
                 lambda: server.was_greeted,
                 lambda: server.was_greeted and not server.was_left,

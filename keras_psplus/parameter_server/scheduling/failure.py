@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.stalls import PendingWait
-from keras_psplus.cluster.wire import handshake
 from keras_psplus.core.jobs import failure
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.log import logger

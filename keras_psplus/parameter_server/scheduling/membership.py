@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.process.signals import SIGNAL
-from keras_psplus.cluster.serving.serve import ShutdownNotifier
+from keras_psplus.cluster.serving import ShutdownNotifier
 from keras_psplus.core.jobs import failure
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling import connecting

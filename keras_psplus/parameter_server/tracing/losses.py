@@ -4,11 +4,16 @@ TensorFlow raises the same classes for both. What tells them apart is the text: 
 whose RPC has failed, and phrases about a process that has taken a lost one's place.
 """
 
+import contextlib
+import os
+import pathlib
 import re
+import threading
 
+import keras
 import tensorflow as tf
 
-from keras_psplus.tracebacks import is_library
+import keras_psplus
 
 _FROM_SERVER = "GRPC error information from remote target /job:ps"
 _WORKER = "/job:worker"
@@ -97,6 +102,12 @@ _OF_STEPS = (
 )
 _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 
+_LIBRARIES = [
+    str(pathlib.Path(str(m.__file__)).resolve().parent) for m in (tf, keras, keras_psplus)
+]
+# What a library's function comes through on the way to the script's.
+_BETWEEN = [str(pathlib.Path(str(m.__file__)).resolve()) for m in (contextlib, threading)]
+
 
 def is_of_step(error: BaseException) -> bool:
     """Whether an error comes from what a step computes, not from the cluster."""
@@ -113,7 +124,7 @@ def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.error
     text = error.message
     first_stack = text.split("Detected at node", 2)[1:2]
     frames = _FRAME.findall("".join(first_stack))
-    frames = [frame for frame, path in frames if not is_library(path)]
+    frames = [frame for frame, path in frames if not _is_library(path)]
     rest = text[max((m.end() for m in _FRAME.finditer(text)), default=0) :]
     cause = re.split(r"\[\[|Additional GRPC|\n\s*\(1\)", _without_counts(rest))[0].strip()
     node = re.search(r"\{\{node ([^}]+)\}\}", rest)
@@ -124,6 +135,12 @@ def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.error
         f"Training has stopped. Received: {about}",
     ]
     return type(error)(None, None, "\n".join(lines))
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file is one of TensorFlow, Keras or this library."""
+    path = str(pathlib.Path(path).resolve())
+    return path in _BETWEEN or any(path.startswith(folder + os.sep) for folder in _LIBRARIES)
 
 
 def _without_counts(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a process that was started some time ago still runs."""
+"""Identity of a process: its machine, id and birth there, and an id for peers."""
 
 import contextlib
 import functools
@@ -6,13 +6,14 @@ import hashlib
 import os
 import pathlib
 import socket
+import uuid
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 
 
 @functools.cache
-def namespace() -> str:
-    """Text that names what process ids are unique in: a container may have its own."""
+def machine() -> str:
+    """Id of the scope in which process ids are unique, such as a container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -37,7 +38,9 @@ def state_of(pid: int, birth: int | None) -> str:
     """
     fields = _fields(pid)
     if fields is None:
-        return RUNNING if birth is None and _answers(pid) else ENDED
+        # Where the system does not say more.
+        answers = birth is None and not os.path.isdir("/proc/self") and runs(pid)
+        return RUNNING if answers else ENDED
     if fields[0] in "ZX" or birth is not None and int(fields[19]) != birth:
         return ENDED
     return STOPPED if fields[0] in "Tt" else RUNNING
@@ -54,14 +57,22 @@ def _fields(pid: int) -> list[str] | None:
         return None
 
 
-def _answers(pid: int) -> bool:
-    """Whether there is such a process, where the system does not say more."""
-    if os.path.isdir("/proc/self"):
-        return False
+def runs(pid: int) -> bool:
+    """Whether there is a process of this id on this machine, perhaps another user's."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except OSError:
         pass
     return True
+
+
+def own_id() -> str:
+    """Id by which peers tell this process from all others; a fork has another one."""
+    return _id_of(os.getpid())
+
+
+@functools.cache
+def _id_of(pid: int) -> str:
+    return f"{pid}-{uuid.uuid4().hex}"

@@ -1,17 +1,147 @@
-"""The roll call at start: which tasks answered, and why the others did not."""
+"""Checks before TensorFlow joins a cluster: this task's address, and which others answer."""
 
 import concurrent.futures
 import dataclasses
+import errno
+import ipaddress
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, TypeVar
 
+from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
-from keras_psplus.cluster.startup.local_address import is_local
-from keras_psplus.cluster.wire import handshake
-from keras_psplus.cluster.wire.handshake import Listener
-from keras_psplus.cluster.wire.identity import PeerIdentity, conflict
+from keras_psplus.cluster.handshake import Listener, PeerIdentity, conflict
+from keras_psplus.cluster.ports import port_holder
+
+# Checks of this task's address: it is on this machine, and its port is free.
+
+
+DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
+
+
+def listen_on_own_address(
+    config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
+) -> Listener:
+    """Answers handshakes on the task's own port, on all interfaces as TensorFlow does.
+
+    Args:
+        patience: Seconds that the host name may take to resolve.
+
+    Raises:
+        ClusterStartupError: If that is not possible; the message says why.
+    """
+    check_own_address(config, mine, patience, log)
+    assert config.address is not None
+    _, port = split_address(config.address)
+    try:
+        return Listener(port, mine, JobSecret.of(config))
+    except OSError:
+        taken = OSError(errno.EADDRINUSE, "")  # since it has been checked
+        raise _cannot_bind(config, mine, port, taken) from None
+
+
+def check_own_address(
+    config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
+) -> None:
+    """Checks that the task's own port can be listened on, as `listen_on_own_address` does it."""
+    assert config.address is not None
+    host, port = split_address(config.address)
+    family = _resolve_own(config, host, patience)
+    if not is_local(host):
+        if _is_literal(host):
+            raise ClusterStartupError(
+                f"The address of {config.name}, {config.address}, is not on this machine "
+                f"({socket.gethostname()}). Start {config.name} on the machine with that address, "
+                f"or correct TF_CONFIG. Received: TF_CONFIG={config.to_tf_config()}"
+            )
+        log(
+            f"the name {host!r} of {config.name} leads to another address than this machine's "
+            "(fine behind a Kubernetes service, otherwise this task runs on the wrong host)"
+        )
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            raise _cannot_bind(config, mine, port, error) from None
+
+
+def _cannot_bind(
+    config: TaskConfig, mine: PeerIdentity, port: int, error: OSError
+) -> ClusterStartupError:
+    received = f"Received: TF_CONFIG={config.to_tf_config()}"
+    if error.errno != errno.EADDRINUSE:
+        return ClusterStartupError(
+            f"{config.name} cannot listen on {config.address}: {error.strerror}. Choose another "
+            f"port (above 1023). {received}"
+        )
+    holder = port_holder(port) or "another process"
+    try:
+        theirs = handshake.dial(f"127.0.0.1:{port}", mine, JobSecret.of(config))
+    except OSError:
+        theirs = None
+    if theirs is not None:
+        holder = f"{theirs.who}, a task that was started already,"
+    advice = (
+        "It may be a second process with the same task, or one left over from an earlier run: end "
+        "it, or choose another port."
+    )
+    if holder.startswith(f"process {os.getpid()} "):
+        advice = (
+            "That is this process: the server of a strategy stays while it runs. Make one strategy "
+            "for each process, and all models under it."
+        )
+    return ClusterStartupError(
+        f"{config.name} cannot listen on {config.address}: {holder} uses the port. {advice} "
+        f"{received}"
+    )
+
+
+def _resolve_own(config: TaskConfig, host: str, patience: float) -> socket.AddressFamily:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ClusterStartupError(
+                    f"The host name {host!r} in the address of {config.name} does not resolve "
+                    f"({error}). Use a name that every task can resolve, or an IP address. "
+                    f"Received: TF_CONFIG={config.to_tf_config()}"
+                ) from None
+        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Whether one of the host's addresses is this machine's: only those can be bound."""
+    try:
+        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in resolved:
+        with socket.socket(family, kind, protocol) as trial:
+            try:
+                trial.bind(address)
+                return True
+            except OSError:
+                continue
+    return False
+
+
+# The roll call at start: which tasks answered, and why the others did not.
+
 
 # Peers that a task contacts in a large cluster, instead of all others.
 
@@ -338,3 +468,109 @@ class SparsePeerDiscovery(PeerDiscovery):
             f"{len(self._names)} tasks within {timeout:.0f} s. Its own error says which are "
             f"missing. Received: timeout={timeout:g} on {self._config.name}"
         )
+
+
+# Waits for the other tasks before TensorFlow does, which would wait without limit or word.
+
+
+def wait_for_cluster(
+    config: TaskConfig,
+    job_types: Collection[str] = ("chief", "worker"),
+    timeout: float = 300.0,
+    log: Callable[[str], None] | None = None,
+    all_wait: bool = False,
+    spare_workers: int = 0,
+) -> set[str]:
+    """Waits until every other task of the given jobs can be reached.
+
+    To be called before TensorFlow starts its gRPC server: this task's own
+    address is bound and answered meanwhile, and is free again afterwards. A
+    task counts as here once it accepts a connection, be it in its own
+    `wait_for_cluster` or in TensorFlow's server.
+
+    In a large cluster whose tasks all wait for each other (`all_wait`), the
+    first one calls all others, and tells them once it has found them; each of
+    those calls the first one and some neighbours.
+
+    Example:
+
+    ```python
+    config = read_task_config()
+    wait_for_cluster(config, timeout=60)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    ```
+
+    Args:
+        config: This process's `TaskConfig`.
+        job_types: The jobs whose tasks to wait for.
+        timeout: Seconds to wait.
+        log: Function that takes a line of progress; writes to stderr by
+            default.
+        all_wait: Whether all tasks of `job_types` call this function.
+        spare_workers: How many workers may be missing, if not `all_wait`.
+
+    Returns:
+        Names of the workers that are missing.
+
+    Raises:
+        ClusterStartupError: If this task's address cannot be used, a peer has
+            another cluster or the same task, or tasks are missing after
+            `timeout` seconds (the message lists who is here and who is not).
+    """
+    if config.address is None:  # an evaluator runs beside the cluster
+        return set()
+    log = log or _log
+    started = time.monotonic()
+    mine, job = PeerIdentity.of(config), JobSecret.of(config)
+    listener = listen_on_own_address(config, mine, min(timeout, DNS_PATIENCE), log)
+    tasks = [task for task in config.tasks() if task[0] in job_types]
+    kind = SparsePeerDiscovery if all_wait and is_large(len(tasks)) else PeerDiscovery
+    discovery = kind(config, mine, job, listener, job_types)
+    try:
+        discovery.call(started, timeout, log, spare_workers)
+    finally:
+        listener.close()
+    return discovery.missing
+
+
+def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = None) -> None:
+    """Checks that this task's own address can be bound.
+
+    Args:
+        log: As for `wait_for_cluster`.
+
+    Raises:
+        ClusterStartupError: If another process holds the port, or the address
+            is not this machine's.
+    """
+    check_own_address(config, PeerIdentity.of(config), 0.0, log or _log)
+
+
+def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | None]:
+    """Tries to connect to every other task once.
+
+    Args:
+        timeout: Seconds that one connection may take.
+
+    Returns:
+        Dict from task name to `None` (reachable) or the reason why not.
+    """
+
+    def probe(address: str) -> str | None:
+        try:
+            handshake.connect(address, timeout).close()
+        except OSError as error:
+            return str(error)
+        return None
+
+    peers = config.peers()
+    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+        reasons = list(pool.map(probe, [address for _, _, address in peers]))
+    return {
+        task_name(job, index): reason
+        for (job, index, _), reason in zip(peers, reasons, strict=True)
+    }
+
+
+def _log(line: str) -> None:
+    print(f"keras_psplus: {line}", file=sys.stderr, flush=True)

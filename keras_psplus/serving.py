@@ -1,8 +1,7 @@
-"""Export of a model to a SavedModel that needs nothing of this library.
+"""Models and tables for processes that serve them.
 
-export         function of this library, for any model
-export_model   `keras.Model.export`, which comes to the same for a model with dynamic tables
-export_archive `keras.export.ExportArchive`, for functions of the script's own
+export          a SavedModel that needs nothing of this library
+TableReader     rows of a table while it is trained elsewhere
 """
 
 from __future__ import annotations
@@ -26,8 +25,15 @@ from keras_psplus.keras_internals.keras_parts import io_utils
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tables.versions import TableReader
 
-# Dynamic tables as a hash table of row numbers and a variable of rows.
+__all__ = ["TableReader", "export"]
+
+# Export of a model to a SavedModel that needs nothing of this library: by a function, by
+# `keras.Model.export` (`export_model`), which comes to the same for a model with dynamic tables,
+# and by `keras.export.ExportArchive` (`export_archive`), for functions of the script's own.
+#
+# Dynamic tables are a hash table of row numbers and a variable of rows.
 
 
 _LONG = tf.int64

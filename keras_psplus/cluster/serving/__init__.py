@@ -1,1 +1,0 @@
-"""Parameter servers and workers that serve until the job ends."""

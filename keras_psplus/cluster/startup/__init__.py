@@ -1,1 +1,0 @@
-"""Checks before TensorFlow joins a cluster."""

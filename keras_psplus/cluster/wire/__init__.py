@@ -1,1 +1,0 @@
-"""The handshake of two tasks before TensorFlow starts."""
