@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
-from keras_psplus.sharding.units.functions import reaches
-from keras_psplus.sharding.units.xla_reads import function_here, given_by_calls
+from keras_psplus.sharding.units import function_here, given_by_calls, reaches
 from keras_psplus.tensor_parallel import rules, vectorized
 from keras_psplus.tensor_parallel.group import ModelGroup
 from keras_psplus.tensor_parallel.late_gathers import part_of
