@@ -41,8 +41,7 @@ hybrid: rows rpc stalls tables files extended server context engine strategy
 layers: combiners dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
     extended context steps worker_updates local_sgd sync predict_function engine strategy
-pipeline: failure base startup extended graph replicas traffic crossings step split context engine
-    strategy
+pipeline: failure base extended graph replicas traffic step split context engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
 tensor_parallel: mesh vectorized late_gathers group variable regions rules layer_calls plan extended
     engine strategy

@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras_psplus.core.data import seeds
 from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.log import logger
-from keras_psplus.pipeline.graph.layer_call import LayerCall
-from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.costs import LayerCall, LayerCost
 from keras_psplus.updates.base import numbers_of
 
 # Measurement of one layer's call on a device, forward and backward.

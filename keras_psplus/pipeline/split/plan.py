@@ -12,10 +12,8 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.pipeline.base import schedule as timeline
 from keras_psplus.pipeline.base.schedule import ONE_F_ONE_B, PIPEDREAM, Actions
-from keras_psplus.pipeline.split import memory
-from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.costs import LayerCost, Memory, memory_of_stage
 from keras_psplus.pipeline.split.measure import Times
-from keras_psplus.pipeline.split.memory import Memory
 
 # The backward pass computes gradients by inputs and by weights.
 _PASSES = 3
@@ -36,7 +34,7 @@ class Stage:
         flops: Floating-point operations for one row, forward and backward.
         sent: Bytes that it sends for one row, forward: what layers of other stages use. About as
             many come back as gradients.
-        estimate: What it needs in training, estimated: a `memory.Memory`.
+        estimate: What it needs in training, estimated: a `Memory`.
         work: Its part of the time of all stages, forward and backward.
         milliseconds: What it takes for a batch, forward and backward; None if the layers were not
             measured.
@@ -226,7 +224,7 @@ def make(
                 sum(cost.bytes for cost in own),
                 _PASSES * sum(cost.flops for cost in own),
                 sent,
-                memory.memory_of_stage(own, split.kept_rows[number], split.slots, received),
+                memory_of_stage(own, split.kept_rows[number], split.slots, received),
                 busy[number] / total,
                 split.microbatches * busy[number] if are_milliseconds else None,
                 split.other_devices[number],

@@ -22,8 +22,8 @@ from keras_psplus.pipeline.graph.boundary import BackwardOperations
 from keras_psplus.pipeline.graph.recompute import StageReplay
 from keras_psplus.pipeline.replicas import Copied, PipelineSums
 from keras_psplus.pipeline.step import compiled_stages
-from keras_psplus.pipeline.step.stage_clock import StageClock
-from keras_psplus.pipeline.step.turns import Microbatch, StageAction
+from keras_psplus.pipeline.step.times import StageClock
+from keras_psplus.pipeline.step.train_step import Microbatch, StageAction
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
