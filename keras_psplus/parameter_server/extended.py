@@ -29,7 +29,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.transport.reads import Compressors
+    from keras_psplus.parameter_server.transport.pulls import Compressors
 
 _Creator: TypeAlias = Callable[..., tf.Variable]
 # The end of the path of an `Embedding`'s weights.

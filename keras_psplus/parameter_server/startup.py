@@ -19,7 +19,7 @@ from keras_psplus.cluster.serving.claims import ServerLease
 from keras_psplus.cluster.startup import preflight
 from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.scheduling import connecting, membership
+from keras_psplus.parameter_server.scheduling import membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
@@ -107,7 +107,7 @@ class Servers:
         names = {config.task_name("worker", index) for index in absent}
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
-        connecting.connect(spec, protocol, absent)
+        membership.connect(spec, protocol, absent)
         if task is not None:
             failure.install_exit_hook()
             self.notifier = serve.ShutdownNotifier(self._lease.servers, but=names)

@@ -31,7 +31,7 @@ from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
 from keras_psplus.parameter_server.sync.automatic import OverlapChoice
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
-from keras_psplus.parameter_server.transport.reads import Compressors
+from keras_psplus.parameter_server.transport.pulls import Compressors
 from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
 if TYPE_CHECKING:

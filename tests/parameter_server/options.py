@@ -41,7 +41,7 @@ def options(
     from keras_psplus.parameter_server.sync.automatic import OverlapChoice
     from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing import worker_function
-    from keras_psplus.parameter_server.transport.reads import Compressors
+    from keras_psplus.parameter_server.transport.pulls import Compressors
     from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
     context, extended = strategy._context, strategy.extended

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server.steps.logs import ClosureTotals
 from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
-from keras_psplus.parameter_server.sync.step_update import StepUpdates
+from keras_psplus.parameter_server.sync.sync_steps import StepUpdates
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, writes
 
 

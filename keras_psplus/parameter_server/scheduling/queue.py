@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.clocks import Clocks, WorkerCalls
-from keras_psplus.parameter_server.tracing import losses, remote
-from keras_psplus.parameter_server.tracing.losses import is_server_loss
+from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server.tracing.remote import is_server_loss
 from keras_psplus.parameter_server.worker_data import Ticket
 from keras_psplus.tf_internals import cancellation
 
@@ -86,10 +86,10 @@ class Closure:
                 values = tf.nest.map_structure(_fetched, values, expand_composites=True)
                 self.commit()
         except tf.errors.OpError as raised:
-            error = losses.as_loss(raised, worker.device_name)
-            if not losses.is_of_step(error):
+            error = remote.as_loss(raised, worker.device_name)
+            if not remote.is_of_step(error):
                 raise error from None
-            raise losses.translate_error(error, worker.name, self.about) from None
+            raise remote.translate_error(error, worker.name, self.about) from None
         self._on_done(values, Run(worker.index, began, time.time()))
         self._end(values, None)
 
