@@ -37,7 +37,7 @@ compression: outer_products averaging options base wire no_communication by_vari
     cast low_rank sufficient_factors sparse error_feedback methods kernels
 core: jobs base worker_files worker_state data graph plan batch gradient_path backup models
     strategy_base strategy_engine distributed_engine
-hybrid: rows rpc stalls tables files extended server context engine strategy
+hybrid: rows rpc tables files extended server engine strategy
 layers: combiners dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
     extended context steps worker_updates local_sgd sync predict_function engine strategy

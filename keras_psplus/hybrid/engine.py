@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,12 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.engine import Call, answers
-from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.extended import TableExtended
+from keras_psplus.hybrid.files.server_tables import ServerTables
+from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch, row_gradients
 from keras_psplus.hybrid.tables.embeddings import is_table, table_of
+from keras_psplus.hybrid.tables.placement import TablePlacer, Tables
 from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once, logger
 from keras_psplus.sharding import sums
@@ -28,17 +31,24 @@ from keras_psplus.tables.rows.row_optimizer import weight_decay_of
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
-    from keras_psplus.engine import Gradients, Variables
-
-
-if TYPE_CHECKING:
-    from keras.optimizers import Optimizer
-
     from keras_psplus.engine import Gradients, Pairs, Variables
 
     _Replicas = AllReduceEngine
 else:
     _Replicas = object
+
+
+@dataclasses.dataclass(eq=False)
+class TableContext:
+    """The objects of a `HybridStrategy` that its tables are made with.
+
+    Parts take this, or what they use of it, instead of the strategy, which makes all of them.
+    """
+
+    servers: Servers
+    tables: Tables
+    placer: TablePlacer
+    backup_tables: ServerTables
 
 
 class TableEngine(_Replicas):

@@ -34,8 +34,7 @@ from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid.rpc import calls
 from keras_psplus.hybrid.rpc.calls import RowKey, with_key_check
-from keras_psplus.hybrid.rpc.servers import ControlLink
-from keras_psplus.hybrid.rpc.tickets import Tickets
+from keras_psplus.hybrid.rpc.servers import ControlLink, Tickets
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
