@@ -26,7 +26,7 @@ from keras_psplus.sharding import sums
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.extended import ShardedExtended
 from keras_psplus.sharding.plan import OptimizerPlan
-from keras_psplus.tables.rows.row_optimizer import weight_decay_of
+from keras_psplus.tables.row_optimizer import weight_decay_of
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer

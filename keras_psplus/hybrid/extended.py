@@ -20,7 +20,7 @@ from keras_psplus.hybrid.tables.embeddings import TableVariable
 from keras_psplus.hybrid.tables.prefetch import Barrier, RowsAhead, current_replica
 from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches
 from keras_psplus.hybrid.tables.table import Table
-from keras_psplus.tables.rows.row_optimizer import scalars_of
+from keras_psplus.tables.row_optimizer import scalars_of
 from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 

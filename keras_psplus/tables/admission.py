@@ -5,9 +5,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.tables import policies
+from keras_psplus.tables.chunks import MOST_ROWS, ChunkedRows, places_of
+from keras_psplus.tables.index import FREQUENCY, LAST, SEEN, KeyRows
 from keras_psplus.tables.keys import BLOCKS, FREE, blocks_of, mix, mixed, streams, uniform
-from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows, places_of
-from keras_psplus.tables.rows.index import FREQUENCY, LAST, SEEN, KeyRows
 
 # Expiry of rows, in a bounded time at each step.
 #

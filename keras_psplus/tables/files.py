@@ -19,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.files import tables
+from keras_psplus.tables.chunks import Part
+from keras_psplus.tables.index import KeyRows
 from keras_psplus.tables.keys import BLOCKS, owners_of
-from keras_psplus.tables.rows.chunks import Part
-from keras_psplus.tables.rows.index import KeyRows
 from keras_psplus.tables.snapshot import KEY
 from keras_psplus.tables.store import RowStore
 

@@ -15,10 +15,10 @@ import tensorflow as tf
 from keras_psplus.tables import admission, snapshot
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.admission import Clock, Expiry
+from keras_psplus.tables.chunks import ChunkedRows, places_of, traced_once
+from keras_psplus.tables.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import ChunkedRows, places_of, traced_once
-from keras_psplus.tables.rows.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
-from keras_psplus.tables.rows.row_optimizer import OptimizerTurns, RowOptimizer
+from keras_psplus.tables.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64

@@ -24,7 +24,7 @@ from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.table_server import Folders, TableServer
 from keras_psplus.hybrid.tables.table import Table, pull, push
 from keras_psplus.tables import keys
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from tests.hybrid import stranger
 
 SECRET, AGREED = Secret("token"), "agreed"

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
 from keras_psplus.hybrid.rows import MissingUpdates, RowCodec, RowUndoLog, make_variable
-from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.row_optimizer import RowOptimizer
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # More parts than one step's rows could ever need.

@@ -38,7 +38,7 @@ from keras_psplus.hybrid.rpc.servers import ControlLink, Tickets
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
-from keras_psplus.tables.rows.row_optimizer import check_elementwise
+from keras_psplus.tables.row_optimizer import check_elementwise
 
 # Folders below which a parameter server writes, for any client.
 

@@ -19,7 +19,7 @@ from keras_psplus.hybrid.tables.prefetch import RowsAhead
 from keras_psplus.hybrid.tables.row_cache import RowCaches
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.policies import Cache, check_cache
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 
 _Rule = str | dict[str, str] | Callable[[str, int, int], str]
 _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_psplus.hybrid.tables.prefetch import current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.local import outside
-from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.row_optimizer import RowOptimizer
 from keras_psplus.tf_internals import resource_variable_ops
 
 # Choice of the rows of which a worker keeps copies, and their ages.

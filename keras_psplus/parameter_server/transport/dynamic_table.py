@@ -20,9 +20,9 @@ from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.tracing.worker_function import current_trace
 from keras_psplus.parameter_server.transport.pulls import as_read
 from keras_psplus.parameter_server.transport.sharded import ShardParts
+from keras_psplus.tables.chunks import as_it_is, traced
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside
-from keras_psplus.tables.rows.chunks import as_it_is, traced
 from keras_psplus.tables.store import RowStore
 
 _LONG, _FLOAT = tf.int64, tf.float32

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.chunks import ChunkedRows
 
 _UNSUPPORTED = {
     "use_ema": "leave it out",
