@@ -134,7 +134,6 @@ class TableExtended(_Replicas):
 
         Args:
             keys: int64 vector.
-            trains: Whether a step trains with them.
 
         Returns:
             float32 matrix with a row for each key.

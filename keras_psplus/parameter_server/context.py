@@ -37,7 +37,6 @@ class StepContext:
         overlap: Whether a worker reads for its next training step before it has sent this one's.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
-        times: Seconds of training steps by task.
         updating: Gradients accumulated on workers, and the schedule of sending them.
         steps_by_worker: Number of training steps of the present epoch by worker.
         functions: Functions of models with a method `drain`, whose steps may be under way.

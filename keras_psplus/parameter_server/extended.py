@@ -41,7 +41,6 @@ def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
 
     Args:
         devices: Full names of the cluster's GPUs.
-        workers: Numbers of the workers that are there.
 
     Raises:
         ValueError: If workers have unequal numbers of GPUs, or more than one.
@@ -111,7 +110,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         """Context for creating a Keras variable.
 
         Args:
-            name: Full path of the variable.
             kind: What it is, if it lives on the chief and goes with the closures, as for
                 `ClosureVariable`; else None.
         """

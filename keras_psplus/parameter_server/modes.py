@@ -28,7 +28,6 @@ class Mode(NamedTuple):
     """The checked arguments.
 
     Attributes:
-        is_sync: Whether workers take each step together.
         backup_workers: How many workers' gradients a step does without.
         max_staleness: How many steps a worker may be ahead of the slowest one, or None.
     """

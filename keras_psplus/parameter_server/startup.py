@@ -33,9 +33,6 @@ def join_cluster(
 ) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
-    Args:
-        timeout: Seconds to wait.
-
     Returns:
         The resolver that describes the cluster, the chief's `TaskConfig` (None if a resolver was
         given), the numbers of the workers that are not there, and whether workers may come and
@@ -88,10 +85,6 @@ def read_task() -> config.TaskConfig:
 
 class Servers:
     """The tasks that serve a chief: claimed, connected to, and greeted.
-
-    Args:
-        spec: Dict from jobs to lists of addresses.
-        absent: Numbers of the workers that are not there.
 
     Attributes:
         notifier: `ShutdownNotifier`, or None without a `TaskConfig`.

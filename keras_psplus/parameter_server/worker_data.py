@@ -226,9 +226,6 @@ class WorkerDataset:
             FILE or DATA; None if each reads its own to its end.
         element_spec: Type specification that the batches of all of them meet.
         lost: Numbers of the workers that are not there, as they change.
-
-    Raises:
-        ValueError: If a dataset needs something of this process.
     """
 
     def __init__(

@@ -109,11 +109,7 @@ _FOR_GRADIENTS = (
 
 
 def check_stages(stages: Any) -> list[list[str]] | None:
-    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`."""
     if isinstance(stages, str) and stages in ("auto", "flops"):
         return None
     is_list = isinstance(stages, (list, tuple)) and len(stages) > 0
@@ -132,15 +128,7 @@ def check_stages(stages: Any) -> list[list[str]] | None:
 
 
 def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
-    """Sees that there is a worker or a device for each stage of each pipeline.
-
-    Args:
-        patterns: What `check_stages` has returned.
-        count: Number of workers or devices.
-
-    Raises:
-        ValueError: If there is not.
-    """
+    """Sees that there is a worker or a device for each stage of each pipeline."""
     if count % pipelines:
         few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
         fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"

@@ -43,11 +43,7 @@ class Encoded(NamedTuple):
 
 
 class PipelineTraffic:
-    """Totals of one strategy, in variables on the chief.
-
-    Args:
-        host: Name of the chief's device.
-    """
+    """Totals of one strategy, in variables on the chief."""
 
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
         self._host, self._stages, self._copies = host, stages, copies
@@ -64,7 +60,6 @@ class PipelineTraffic:
 
         Args:
             graph: Graph of the step, all of whose operations have devices.
-            results: Structure of what the step returns.
         """
         sent = _Names(self._copies, graph, crossings, encoded).by_key(
             sorted(_sent(graph, results, self._stages), key=_order)

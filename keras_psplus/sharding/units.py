@@ -464,7 +464,6 @@ class Derived:
         """Other weights, and what copies compute with them, by names of the first ones.
 
         Args:
-            graph: Graph of the copies.
             kept: Tensors of that graph, by names of those of another one that are theirs.
         """
         found, kept = dict(again), kept or {}
@@ -493,7 +492,6 @@ class UnitFunction(CompiledFunction):
 
     Args:
         traces: List of the functions of a unit's call, of which this is one from its trace on.
-        *args: As for `CompiledFunction`.
 
     Attributes:
         captures: The function's own tensors, by ids of those of the step that it takes.
@@ -560,7 +558,6 @@ class UnitFunction(CompiledFunction):
 
         Args:
             pairs: Whole weights, and what takes their places.
-            graph: Graph of the step.
         """
         own = {self.captures[id(old)].name: new for old, new in pairs if self.takes(old)}
         return self._derived.copied(own, graph, self._wholes)

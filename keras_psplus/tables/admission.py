@@ -168,7 +168,6 @@ class Admission:
 
     Args:
         config: Configuration of a policy, or None.
-        name: Name of the table, for messages.
 
     Attributes:
         candidates: `KeyRows` of keys that have no row yet, or None.

@@ -336,7 +336,6 @@ class KeyRows:
     """Rows of keys, with each row's frequency and last use.
 
     Args:
-        name: Name of the table, for messages.
         update: Function that returns the number of the update that goes on.
         *others: `ChunkedRows` that have as many rows.
 

@@ -106,11 +106,7 @@ class LocalTable(Checkpointed, CompositeVariable):
     def set_optimizer(
         self, optimizer: keras.optimizers.Optimizer, weight_decay: float | None
     ) -> None:
-        """Gives the table the optimizer that updates it from now on.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Gives the table the optimizer that updates it from now on."""
         if self.optimizer is optimizer:
             return
         # Also where a step that is traced builds it.

@@ -32,7 +32,6 @@ class RowStore:
 
     Args:
         spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
-        servers: Number of servers that share the keys.
     """
 
     def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
@@ -92,7 +91,6 @@ class RowStore:
 
         Args:
             keys: int64 vector.
-            trains: Whether a step trains with them.
         """
         rows = self._expiry.living(self.key_rows, self.key_rows.index.find(hashes_of(keys)))
         values = self.weights.sparse_read(tf.maximum(rows, 0))
@@ -125,7 +123,6 @@ class RowStore:
             keys: int64 vector of distinct keys.
             gradient: float32 tensor of shape `(len(keys), dim)`.
             learning_rate: float32 scalar.
-            scalars: As for `RowOptimizer.apply`.
             iterations: int64 scalar: updates before this one.
 
         Returns:

@@ -36,11 +36,7 @@ def is_vectorized() -> bool:
 
 
 def check_not_vectorized(what: str) -> None:
-    """Raises an error where an exchange would become part of such a loop.
-
-    Raises:
-        NotImplementedError: If it would.
-    """
+    """Raises an error where an exchange would become part of such a loop."""
     if is_vectorized():
         raise NotImplementedError(
             "With weights in parts, what is computed through them cannot be vectorized: workers "
@@ -295,7 +291,6 @@ def _linear(
     """The value of a linear function, with its gradient.
 
     Args:
-        forward: The function.
         backward: Function of the value's gradient that returns the tensor's.
         again: The function with its gradient, for what a `tf.autodiff.ForwardAccumulator` asks.
         tensor: What it is computed of.

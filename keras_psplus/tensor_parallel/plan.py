@@ -54,11 +54,7 @@ class Layouts:
         self.along_batches: set[str] = set()
 
     def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
-        """Axis along which a weight is cut; None if it is on every worker.
-
-        Raises:
-            ValueError: If its layout does not fit it.
-        """
+        """Axis along which a weight is cut; None if it is on every worker."""
         layout = self._map[path]
         if layout is None:
             return None
@@ -82,14 +78,7 @@ class Layouts:
         return axis
 
     def check_used(self, paths: Iterable[str]) -> list[str]:
-        """Patterns for weights that match none.
-
-        Args:
-            paths: Paths of all weights.
-
-        Raises:
-            ValueError: If no pattern matches any.
-        """
+        """Patterns for weights that match none."""
         paths = list(paths)
         patterns = [key for key in self._map if not key.endswith("/output")]
         unused = [key for key in patterns if not any(_matches(key, path) for path in paths)]

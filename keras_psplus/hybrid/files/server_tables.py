@@ -28,9 +28,6 @@ from keras_psplus.log import logger
 class ServerTables(BackupTables):
     """Tables of one job's backups; methods that write and read are for the chief.
 
-    Args:
-        is_sync: Whether a lost server ends the job.
-
     Attributes:
         lock: Held while servers write tables, or read them.
         latest: Folders that may have the last state that this job has written, the content of its

@@ -133,13 +133,7 @@ _ANOTHER_PROCESS = (
 
 
 class ControlLink:
-    """Requests that are not part of training steps.
-
-    Args:
-        name: The server's task name, such as `"ps-0"`.
-        address: Its `host:port`.
-        timeout: Seconds that a request may take without progress.
-    """
+    """Requests that are not part of training steps."""
 
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         self.name, self.address = name, address
@@ -255,10 +249,8 @@ class Servers:
     """The parameter servers of a job.
 
     Args:
-        timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
-        has_begun: As of `RpcClient`.
     """
 
     def __init__(
@@ -304,10 +296,6 @@ class Servers:
         Args:
             agreed: Text that has to be equal in all processes of the job.
             replicas: Number of replicas, as well.
-            timeout: Seconds to wait for a server.
-
-        Raises:
-            ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
         own = {"worker": self._task.name, "process": own_id(os.getpid())}
@@ -365,11 +353,7 @@ class Servers:
         self._made.append((what, arguments))
 
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Asks all servers for something, and waits until all of them have done it.
-
-        Raises:
-            TableServerError: The first one's, if some have not.
-        """
+        """Asks all servers for something, and waits until all of them have done it."""
         answers, errors, waits = [], [], []
         for link in self._control:
             try:
@@ -391,11 +375,7 @@ class Servers:
         return list(self._peers)
 
     def find_restarted(self, index: int) -> ControlLink | None:
-        """Connects to a server that has restarted; returns None if it has not.
-
-        Raises:
-            TableServerError: If it does not answer.
-        """
+        """Connects to a server that has restarted; returns None if it has not."""
         if index not in self._unnamed:
             self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
         nonce = self._unnamed[index].request("who")["nonce"]
@@ -409,11 +389,7 @@ class Servers:
         """Gives a server that was started again what the one before had.
 
         Args:
-            link: What `find_restarted` has returned.
             load: From where it loads its rows: arguments of the request `"load"`.
-
-        Raises:
-            TableServerError: If it cannot.
         """
         assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
         link.request(
@@ -488,7 +464,6 @@ class StallProbe(all_reduce_stalls.StallProbe):
     """Probe of `stalls.Inspector` on a worker.
 
     Args:
-        task, progress, marks: As for all-reduce.
         is_sync: Whether servers apply a step's gradients of all workers at once.
         servers: Function that returns the `Servers`, which are there before the first step.
     """

@@ -61,9 +61,6 @@ class Folders:
 
         Args:
             stem: How the names of files in it begin.
-
-        Raises:
-            ValueError: If it would not.
         """
         wanted, paths = _real(directory), ["/"] if self._paths is None else self._paths
         is_below = self._paths is None or any(
@@ -376,7 +373,6 @@ def serve(
     Args:
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
-        startup_timeout: Seconds to wait for the chief.
         folders: Paths of the folders below which it may write; None for all.
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
 

@@ -202,7 +202,6 @@ class Tables:
 
     Args:
         control: `core.jobs.control.ControlPlane`, or None if there is one worker.
-        is_chief: Whether this worker speaks for all.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
     """
@@ -232,7 +231,6 @@ class Tables:
         """Makes a table.
 
         Args:
-            name: Path of its variable.
             shape: Rows and numbers in a row.
             initializer: Serialized initializer.
             cache: What `check_cache` has made of its cache, or None.
@@ -284,11 +282,7 @@ class Tables:
         table.optimizers += 1
 
     def assign(self, table: Table, slot: int, value: Any) -> None:
-        """Sets a whole table or slot, on the chief; the others wait for it.
-
-        Raises:
-            TableServerError: If the chief does not.
-        """
+        """Sets a whole table or slot, on the chief; the others wait for it."""
         if self._is_chief:
             # A backup is of the rows before.
             self._servers.ask_all("settle")

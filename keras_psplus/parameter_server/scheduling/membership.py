@@ -36,12 +36,7 @@ _PATIENCE_SECONDS, _LOOK_SECONDS, _GIVE_UP_SECONDS = 10.0, 1.0, 120.0
 
 
 def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set[int]) -> None:
-    """Connects TensorFlow in the chief to the tasks that are there.
-
-    Args:
-        spec: Dict from jobs to lists of addresses.
-        absent: Numbers of the workers that are not there.
-    """
+    """Connects TensorFlow in the chief to the tasks that are there."""
     # As `ParameterServerStrategy` of TensorFlow does, but for absent workers.
     seen = tf.config.experimental.ClusterDeviceFilters()
     for job, other in (("worker", "ps"), ("ps", "worker")):
@@ -63,9 +58,6 @@ def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set
 
 def update(workers: Mapping[int, str]) -> None:
     """Has TensorFlow know some workers, and no other, while no step is under way.
-
-    Args:
-        workers: Dict from their numbers to their addresses.
 
     Raises:
         tf.errors.OpError: If one cannot be reached, has died or does not answer. TensorFlow knows
@@ -146,7 +138,6 @@ class Members:
         addresses: Addresses of all workers, in order.
         admit: Called with the name of a worker that has come; raises `ClusterStartupError` if it is
             not this job's.
-        absent: Numbers of the workers that are not there.
         endings: `ShutdownNotifier` if workers may leave when they are told to end (SIGTERM), so
             that one that is lost need not come back and TensorFlow is to forget it; None if not.
 

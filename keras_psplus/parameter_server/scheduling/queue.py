@@ -42,7 +42,6 @@ class Closure:
     """A concrete function, its arguments, and the result that a worker brings.
 
     Args:
-        about: Description of its work, for messages.
         on_done: Called with the result and its `Run`, from another thread.
 
     Attributes:

@@ -71,8 +71,6 @@ class Scheduler:
             up.
         on_worker_back: Optional, called with the name of a worker that has come, or is back.
         window: How many closures a worker may have under way, of those that allow it.
-        members: `Members`, which finds the workers that come.
-        absent: Numbers of the workers that are not there yet.
 
     Attributes:
         queue: `ClosureQueue`, for closures that are those of one worker or of all.
@@ -159,7 +157,6 @@ class Scheduler:
 
         Args:
             on_done: Called with the function's result and its `Run`, from another thread.
-            about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
         """

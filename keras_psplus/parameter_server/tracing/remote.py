@@ -190,7 +190,6 @@ def as_loss(error: tf.errors.OpError, device_name: str) -> tf.errors.OpError:
 
     Args:
         error: What a closure has raised; it is returned if it is another one.
-        device_name: Name of the worker, e.g. `"/job:worker/replica:0/task:0"`.
     """
     is_lost = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
     if isinstance(error, tf.errors.InvalidArgumentError):

@@ -39,7 +39,6 @@ def bounds(rows: int, count: int) -> list[tuple[int, int]]:
     """First and one past the last row of each micro-batch; none is empty.
 
     Args:
-        rows: Rows of the batch.
         count: Number of micro-batches; of a batch of fewer rows, there are as many as it has rows.
     """
     count = max(1, min(rows, count))
@@ -96,7 +95,6 @@ def take(
     """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
 
     Args:
-        rows: Rows of the batch.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
         parts: Dict from ids of tensors to the micro-batch's known parts of them.
@@ -117,12 +115,6 @@ def take(
 
 def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
     """Joins what the calls of a layer have returned.
-
-    Args:
-        sizes: Rows of each micro-batch.
-
-    Returns:
-        A structure like one of `parts`, with all rows.
 
     Raises:
         ValueError: If an output has no row for each row of its micro-batch.
@@ -158,7 +150,6 @@ def join_losses(
 
     Args:
         found: For each micro-batch, a list of the losses of each layer.
-        sizes: Rows of each micro-batch.
     """
     rows = sum(sizes)
     for i, layer in enumerate(layers):
@@ -206,8 +197,6 @@ def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
     """Cuts a batch, where it is.
 
     Args:
-        batch: Structure of tensors.
-        count: Number of micro-batches of each pipeline.
         pipelines: Number of pipelines. Micro-batch `i` belongs to pipeline `i % pipelines`.
 
     Returns:
@@ -231,8 +220,6 @@ def join_batch(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> 
     """The batch again, in a function that is being traced.
 
     Args:
-        structure: A structure like the batch.
-        count: Number of micro-batches of all pipelines.
         step: `PipelineStep`, which is told about the micro-batches: what only these need of a
             tensor is not sent from pipeline to pipeline.
     """
@@ -269,12 +256,7 @@ _READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd",
 
 
 def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
-    """The operations whose results are returned, or change something.
-
-    Args:
-        graph: Graph of a function that is being traced.
-        results: Structure of what the function returns.
-    """
+    """The operations whose results are returned, or change something."""
     waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
     for op in graph.get_operations():
         if op._is_stateful and op.type not in _READS:

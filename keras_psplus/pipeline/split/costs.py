@@ -33,7 +33,6 @@ class TensorForm:
 
     Attributes:
         shape: Tuple of its dimensions, None for those that are not known.
-        dtype: Name of its dtype.
         has_gradient: Whether a gradient by it is needed in training: not by the batch itself.
     """
 
@@ -49,8 +48,6 @@ class LayerCall:
 
     Attributes:
         args: Its arguments, with a `TensorForm` in the place of each tensor.
-        kwargs: Its keyword arguments, likewise.
-        rows: Rows of the batch that it was called with.
     """
 
     args: Any
@@ -188,7 +185,6 @@ def kept(
     """The tensors that the gradients of some operations need.
 
     Args:
-        operations: Operations of a forward pass.
         of_batch: Ids of the tensors that are computed of the batch. Others, as weights, are there
             in any case.
 
@@ -302,8 +298,6 @@ class ModelCosts(NamedTuple):
 
     Attributes:
         layers: List of `LayerCost`, in the order of the first calls.
-        has_masks: Whether outputs have masks.
-        applied: As in `Recorder`.
     """
 
     layers: list[LayerCost]
@@ -317,7 +311,6 @@ def of_layers(
     """Costs of a model's layers.
 
     Args:
-        model: Keras model; what is not built yet is built.
         spec: Structure of what the model is called with: something with a shape and a dtype.
         step: A step of the model's own, called in its place with a batch that `spec` describes.
     """
@@ -433,14 +426,7 @@ _UNKNOWN_SLOTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a stage.
-
-    Attributes:
-        weights: Those of its layers' variables.
-        gradients: Those of the gradients of the trainable ones.
-        slots: Those of the optimizer's variables for them.
-        activations: Those of what is kept until the backward passes.
-    """
+    """Bytes of a stage."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -476,7 +462,6 @@ class MemoryOfParts:
     Args:
         costs: The layers' costs, in the order of their calls.
         rows: For each stage, the rows of the micro-batches whose activations are kept at once.
-        slots: As for `memory_of_stage`.
     """
 
     def __init__(

@@ -50,9 +50,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
     its variables need not be there, and are not changed. All of that is made on the device, by the
     function that is timed, and gone when it ends.
 
-    Args:
-        layer: Keras layer, built.
-
     Raises:
         CannotBeTimed: If the layer has other state than Keras variables, or effects.
     """
@@ -181,9 +178,6 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
 
     Layers that are alike are measured once. One that cannot be measured, or comes too late, takes
     as long for an operation as those that were measured.
-
-    Args:
-        rows: Rows of a micro-batch.
 
     Returns:
         List of `Times` in milliseconds for a micro-batch; None if no layer could be measured.

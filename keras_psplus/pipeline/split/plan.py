@@ -140,7 +140,6 @@ class Split:
     Attributes:
         orders: For each stage, its part of the schedule.
         microbatches: Number of micro-batches of a batch that go through each pipeline.
-        rows: Rows of a batch that go through each pipeline.
         slots: The optimizer's slots for each variable; None for a model that is not trained.
         other_devices: For each stage, the names of its devices in other pipelines.
     """
@@ -182,7 +181,6 @@ def make(
     """Makes a plan of the costs of layers and their stages.
 
     Args:
-        model: Name of the model.
         times: What the layers take for one micro-batch.
         are_milliseconds: Whether `times` are in milliseconds, or in no unit.
     """

@@ -196,7 +196,6 @@ class Splitter:
         """Puts a model's layers and variables on stages, once.
 
         Args:
-            batch_spec: Structure of a batch: something with shapes and dtypes.
             trains: Whether it is to be trained, for which no stage may be without layers.
             batch_rows: Rows of a batch, where `batch_spec` does not tell.
 

@@ -101,7 +101,6 @@ class _GivenBatch(NamedTuple):
     """A batch as a traced function takes it.
 
     Attributes:
-        batch: Structure of tensors; with several pipelines, `batch_parts.CutBatch.leaves`.
         like: With several pipelines, a structure like the batch; else None.
     """
 
@@ -154,11 +153,7 @@ class Functions:
         return results
 
     def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
-        """Does something with the `tf.function` for a batch.
-
-        Args:
-            use: Function of the `tf.function` and of its argument.
-        """
+        """Does something with the `tf.function` for a batch."""
         given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
         self._context.finish_writes()
@@ -250,7 +245,6 @@ class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
-        step_function: Its `train_step` or `test_step`.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 

@@ -32,7 +32,6 @@ class Segment:
     """Calls of an action's layers, each with the results of those before.
 
     Attributes:
-        action: Direction and number of the micro-batch.
         given: Tensors that the first of them begins with.
         after: Actions that it waits for.
         sent: Tensors that other stages may need.
@@ -53,8 +52,6 @@ class StageClock:
 
     Args:
         number: Number that tells the clock from those of other traces.
-        devices: Names of the workers' devices.
-        host: Name of the chief's device.
     """
 
     def __init__(self, number: int, devices: list[str], host: str) -> None:
@@ -162,7 +159,6 @@ class StageTimes:
     """Seconds of training steps by task, for the chief's progress.
 
     Args:
-        host: Name of the chief's device.
         measures: Whether stages are workers; devices of one process are not timed.
     """
 

@@ -51,7 +51,6 @@ class PipelineStep(ReplicaStep):
     stage's device. What is between layers is left to `devices.place`.
 
     Args:
-        count: Number of micro-batches.
         rows: Rows of the batch, where tensors do not tell; None if they do.
         order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
             ones; None for none that does.
@@ -61,7 +60,6 @@ class PipelineStep(ReplicaStep):
         activations: What layers have returned, and gradients by what they were called with.
         updates: What the train step asks of optimizers, for later; None if it is done at once.
         traced: For each worker, what it does for which micro-batch, in the order of the trace.
-        over_pipelines: `PipelineSums`, which sums gradients over pipelines.
         clock: `StageClock` that reads when stages begin and end, or None.
     """
 
@@ -236,7 +234,6 @@ class PipelineStep(ReplicaStep):
         """Calls layers of one stage, for the micro-batch that is traced.
 
         Args:
-            layers: The layers, and other operations of the model.
             key: What calls of the same function have in common.
         """
 
