@@ -76,7 +76,7 @@ class Remote:
         import tensorflow as tf
 
         from keras_psplus.cluster.secret import Secret
-        from keras_psplus.hybrid.rpc.servers import Servers
+        from keras_psplus.hybrid.servers import Servers
         from keras_psplus.hybrid.tables import table as table_module
         from keras_psplus.tables.row_optimizer import config_of
 

@@ -37,7 +37,7 @@ compression: outer_products averaging options base wire no_communication by_vari
     cast low_rank sufficient_factors sparse error_feedback methods kernels
 core: jobs base worker_files worker_state data graph plan batch gradient_path backup models
     strategy_base strategy_engine distributed_engine
-hybrid: rows rpc tables files extended server engine strategy
+hybrid: rows calls servers tables saving server_tables extended server engine strategy
 layers: dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
     extended context steps worker_updates local_sgd sync predict_function engine strategy

@@ -15,8 +15,8 @@ from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.extended import TableExtended
-from keras_psplus.hybrid.files.server_tables import ServerTables
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.server_tables import ServerTables
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch
 from keras_psplus.hybrid.tables.embeddings import is_table, table_of
 from keras_psplus.hybrid.tables.placement import TablePlacer, Tables

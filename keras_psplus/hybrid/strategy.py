@@ -30,14 +30,13 @@ from keras_psplus.cluster.wire.identity import PeerIdentity
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.files import tables as shard_files
+from keras_psplus.hybrid import calls, saving
 from keras_psplus.hybrid.engine import HybridEngine, TableContext
 from keras_psplus.hybrid.extended import HybridExtended
-from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.files.server_tables import Recovery, ServerTables
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.servers import Servers, StallProbe
 from keras_psplus.hybrid.server import table_server
+from keras_psplus.hybrid.server_tables import Recovery, ServerTables
+from keras_psplus.hybrid.servers import Servers, StallProbe
 from keras_psplus.hybrid.tables import placement as placement_module
 from keras_psplus.hybrid.tables import prefetch as prefetch_module
 from keras_psplus.hybrid.tables.placement import Tables

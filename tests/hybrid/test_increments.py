@@ -9,7 +9,7 @@ import keras_psplus as psp
 from keras_psplus.errors import TableServerError
 from keras_psplus.files import atomic, tables
 from keras_psplus.files.tables import read_list, stems_of, write_list
-from keras_psplus.hybrid.files import saving
+from keras_psplus.hybrid import saving
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import policies, snapshot

@@ -16,7 +16,7 @@ from tests import quick_start  # noqa: F401
 import tensorflow as tf
 
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.parameter_server.scheduling.clocks import RemoteWorker, WorkerCalls
+from keras_psplus.parameter_server.scheduling.queue import RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.tracing import remote
 from keras_psplus.tf_internals import context
 

@@ -10,9 +10,13 @@ import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.parameter_server.scheduling import membership
-from keras_psplus.parameter_server.scheduling.clocks import Clocks, RemoteWorker
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue
+from keras_psplus.parameter_server.scheduling.queue import (
+    Clocks,
+    Closure,
+    ClosureQueue,
+    RemoteWorker,
+)
 from keras_psplus.parameter_server.scheduling.scheduler import Lane
 from keras_psplus.parameter_server.tracing import remote
 from tests.support.tables import for_each

@@ -32,12 +32,12 @@ from keras_psplus.cluster.startup.preflight import check_local_address
 from keras_psplus.cluster.wire import handshake
 from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.calls import RowKey, with_key_check
-from keras_psplus.hybrid.rpc.servers import ControlLink, Tickets
+from keras_psplus.hybrid import calls
+from keras_psplus.hybrid.calls import RowKey, with_key_check
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
+from keras_psplus.hybrid.servers import ControlLink, Tickets
 from keras_psplus.tables.row_optimizer import check_elementwise
 
 # Folders below which a parameter server writes, for any client.

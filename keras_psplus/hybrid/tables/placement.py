@@ -14,7 +14,7 @@ from keras_psplus.core.base.checks import AUTO, MIRRORED, PARAMETER_SERVER
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.prefetch import RowsAhead
 from keras_psplus.hybrid.tables.row_cache import RowCaches
 from keras_psplus.hybrid.tables.table import Table

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
+from keras_psplus.hybrid import calls
+from keras_psplus.hybrid.calls import RpcClient
 from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.calls import RpcClient
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # Of a call that has been started: a function that waits for the answer.

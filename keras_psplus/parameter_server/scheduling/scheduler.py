@@ -16,9 +16,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.scheduling.clocks import Clocks, RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue, Run
+from keras_psplus.parameter_server.scheduling.queue import (
+    Clocks,
+    Closure,
+    ClosureQueue,
+    RemoteWorker,
+    Run,
+    WorkerCalls,
+)
 from keras_psplus.parameter_server.tracing.remote import is_worker_loss
 from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
 

@@ -18,8 +18,7 @@ from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.log import logger, warn_once
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.scheduling.clocks import WorkerCalls
-from keras_psplus.parameter_server.scheduling.queue import Closure, Run
+from keras_psplus.parameter_server.scheduling.queue import Closure, Run, WorkerCalls
 from keras_psplus.parameter_server.steps.logs import (
     ClosureTotals,
     ComputedLogs,

@@ -23,13 +23,11 @@ from keras_psplus.core.base import threads
 from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.core.batch import batches as core_batches
 from keras_psplus.log import logger, warn_once
-from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.scheduling.clocks import WorkerCalls
-from keras_psplus.parameter_server.scheduling.queue import Closure, Run
+from keras_psplus.parameter_server.context import Attempt, StepContext
+from keras_psplus.parameter_server.scheduling.queue import Closure, Run, WorkerCalls
 from keras_psplus.parameter_server.steps.logs import changes_and_logs
 from keras_psplus.parameter_server.steps.runner import StepRunner, describe
 from keras_psplus.parameter_server.sync.overlap import SyncFunction
-from keras_psplus.parameter_server.sync.step_attempts import Attempt
 from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
 from keras_psplus.parameter_server.tracing.remote import call, is_of_worker, on_worker, to_chief
 from keras_psplus.parameter_server.tracing.traffic import TrafficTotals

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import STEM, read_list, stems_of, write_list
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger
 from keras_psplus.tables.snapshot import needs_whole

@@ -18,8 +18,8 @@ from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizers import by_place
 from keras_psplus.errors import PeerLostError, TableServerError, TableServerLostError
 from keras_psplus.files.tables import LIST, stems_of
-from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.rpc.servers import ControlLink, Servers
+from keras_psplus.hybrid import saving
+from keras_psplus.hybrid.servers import ControlLink, Servers
 from keras_psplus.hybrid.tables.embeddings import TableVariable
 from keras_psplus.hybrid.tables.placement import Tables
 from keras_psplus.log import logger

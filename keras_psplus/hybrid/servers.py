@@ -33,7 +33,7 @@ from keras_psplus.cluster.wire import handshake
 from keras_psplus.cluster.wire.identity import own_id
 from keras_psplus.core.batch.batches import World
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.hybrid.rpc.calls import RowKey, RpcClient
+from keras_psplus.hybrid.calls import RowKey, RpcClient
 from keras_psplus.log import logger
 
 _LATE = {"error": "This request has had its answer. Received: a request that comes again"}
