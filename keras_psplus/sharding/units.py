@@ -47,12 +47,6 @@ if TYPE_CHECKING:
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import PartOfWeight, WeightShare
 
-CONTROL_FLOW = (
-    control_flow_func_graphs.CondBranchFuncGraph,
-    control_flow_func_graphs.WhileBodyFuncGraph,
-    control_flow_func_graphs.WhileCondFuncGraph,
-)
-
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
 _CALLS = "PartitionedCall", "StatefulPartitionedCall"
@@ -587,7 +581,7 @@ def reaches(home: tf.Graph) -> bool:
     """Whether the graph is of branches or loops of another, and no function."""
     graph = framework_ops.get_default_graph()
     while graph is not home:
-        if not isinstance(graph, CONTROL_FLOW):
+        if not isinstance(graph, control_flow_func_graphs.ControlFlowFuncGraph):
             return False
         graph = graph.outer_graph
     return True
@@ -596,7 +590,7 @@ def reaches(home: tf.Graph) -> bool:
 def function_here() -> Any:
     """The function that is being traced, if one for XLA calls it; or None."""
     graph = framework_ops.get_default_graph()
-    while isinstance(graph, CONTROL_FLOW):
+    while isinstance(graph, control_flow_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     # The call of a function for XLA marks the graph that it is made in.
     outer = getattr(graph, "outer_graph", None)
