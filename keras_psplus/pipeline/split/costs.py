@@ -220,7 +220,7 @@ class LayerCost:
         tensors: List of pairs: bytes of a tensor that it returns, for one row; and the numbers
             of the layers that use the tensor.
         kept: Bytes of what its backward pass needs, for one row.
-        calls: With what it was called: a list of `layer_call.LayerCall`, None for a call that
+        calls: With what it was called: a list of `LayerCall`, None for a call that
             cannot be repeated.
     """
 
