@@ -1,4 +1,4 @@
-"""All parameter servers of a job, as a worker knows them, and requests that count once.
+"""All parameter servers of a job, and a worker's requests, which count once.
 
 A client numbers its requests, and repeats those whose answers were lost. Each request has the
 number up to which the client has all answers: those the server forgets, except for that number,

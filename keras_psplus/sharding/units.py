@@ -199,7 +199,7 @@ class Units:
     def _gather_again(
         self, step: StepCalls, number: int, call: UnitCall, grads: list[tf.Tensor]
     ) -> None:
-        """Gathers weights of a group and of that before it, as gradients of a call have come."""
+        """Gathers weights of a call's group and of that before, as gradients arrive."""
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
         backward, reasons = self._backwards[-1], numbers_of(grads)
@@ -361,7 +361,7 @@ class StepCalls:
         return [one for some in tensors for one in some]
 
     def add(self, call: UnitCall, most: int) -> int:
-        """Adds a call to a group of at most so many bytes, and returns the group's number."""
+        """Adds a call to a group of at most `most` bytes; returns its number."""
         size = sum(size_of(one.weights) for one in [*self.groups[-1], call]) if self.groups else 0
         if len(self.groups) in self.starts or size > most:
             self.groups.append([])

@@ -1,4 +1,4 @@
-"""Times of steps by task, read by the stages' clocks in a step's graph, and added up on the chief.
+"""Times of steps by task, read by stages' clocks, added up on the chief.
 
 chief    read ─┬─ call ──────────────────────────────────┬─ callbacks
 stage          └─ work ─ link ─ wait for other stages ───┘
