@@ -26,10 +26,7 @@ Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 def join_cluster(
-    resolver: Resolver | None,
-    mode: modes.Mode,
-    min_workers: int | None,
-    timeout: float,
+    resolver: Resolver | None, mode: modes.Mode, min_workers: int | None, timeout: float
 ) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 

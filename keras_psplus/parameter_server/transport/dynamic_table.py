@@ -77,11 +77,7 @@ class ServerRows:
         return self._call(name, lambda keys: self._store.lookup(keys, trains), keys)
 
     def update(
-        self,
-        keys: tf.Tensor,
-        gradient: tf.Tensor,
-        numbers: tf.Tensor,
-        iterations: tf.Tensor,
+        self, keys: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
     ) -> None:
         """Updates the rows of an int64 vector of distinct keys, as `RowStore.apply`."""
 
@@ -112,10 +108,7 @@ class ServerRows:
         shapes: list[list[int | None]] = [[None], [None, self.shape[1]], [None], []]
         with tf.device(self.device):
             kept = tf.raw_ops.MapUnstage(
-                key=number,
-                indices=tf.range(len(_UPDATE)),
-                dtypes=_UPDATE,
-                shared_name=self._name,
+                key=number, indices=tf.range(len(_UPDATE)), dtypes=_UPDATE, shared_name=self._name
             )
             self.update(*(tf.ensure_shape(one, shape) for one, shape in zip(kept, shapes)))
 

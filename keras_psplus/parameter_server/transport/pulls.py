@@ -157,9 +157,7 @@ def groups(variables: Sequence[tf.Variable]) -> list[list[int]]:
 
 
 def read_together(
-    variables: Sequence[tf.Variable],
-    compressors: Sequence[Compressor | None],
-    keys: Sequence[Key],
+    variables: Sequence[tf.Variable], compressors: Sequence[Compressor | None], keys: Sequence[Key]
 ) -> list[tf.Tensor]:
     """Reads whole variables or shards of one server, small ones in one message."""
     payloads = [_encode(*one) for one in zip(variables, compressors, keys)]

@@ -186,11 +186,7 @@ class StageTimes:
                 seconds = max(self._seconds, work + link)
                 stage = worker % len(self._stages.devices)
                 found[task_name("worker", worker)] = StepTimes(
-                    steps,
-                    seconds,
-                    link=link,
-                    wait=seconds - work - link,
-                    part=f"stage {stage}",
+                    steps, seconds, link=link, wait=seconds - work - link, part=f"stage {stage}"
                 )
             return found
 
