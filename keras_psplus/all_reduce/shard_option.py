@@ -21,15 +21,20 @@ from keras_psplus.updates import Updates
 
 # Modules of packages above this one, by name, as a file in `strategies/` is; by engines.
 _SHARDED = "keras_psplus.sharding.extended", "ShardedExtended"
+_BESIDE_TABLES = "keras_psplus.hybrid.engine", "ShardedHybridExtended"
 _ENGINES = {
     "AllReduceEngine": {
         "optimizer": (("keras_psplus.sharding.engine", "ShardedEngine"), _SHARDED),
         "all": (("keras_psplus.sharding.full_engine", "FullyShardedEngine"), _SHARDED),
     },
     "HybridEngine": {
+        "optimizer": (("keras_psplus.hybrid.engine", "ShardedHybridEngine"), _BESIDE_TABLES),
+        "all": (("keras_psplus.hybrid.engine", "FullyShardedHybridEngine"), _BESIDE_TABLES),
+    },
+    "ModelParallelEngine": {
         "optimizer": (
-            ("keras_psplus.hybrid.engine", "ShardedHybridEngine"),
-            ("keras_psplus.hybrid.engine", "ShardedHybridExtended"),
+            ("keras_psplus.tensor_parallel.engine", "ShardedModelParallelEngine"),
+            ("keras_psplus.tensor_parallel.strategy", "ModelParallelExtended"),
         ),
     },
 }
@@ -90,14 +95,13 @@ def check(shard: str | None, updates: Updates | None, engine: type) -> str | Non
     known = _ENGINES.get(engine.__name__)
     if known is None:
         raise ValueError(
-            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy or "
-            f"HybridStrategy. Received: shard={shard!r}"
+            "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy, "
+            f"HybridStrategy or ModelParallelStrategy. Received: shard={shard!r}"
         )
     if shard not in known:
         raise ValueError(
-            'HybridStrategy takes shard="optimizer": its largest weights, which are tables, lie on '
-            'parameter servers already. For `shard="all"`, use MultiWorkerMirroredStrategy. '
-            f"Received: shard={shard!r}"
+            'ModelParallelStrategy takes shard="optimizer": its weights are cut along the axis of '
+            f"the model. Received: shard={shard!r}"
         )
     return shard
 

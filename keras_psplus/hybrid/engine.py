@@ -26,6 +26,7 @@ from keras_psplus.log import info_once, logger
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.extended import ShardedExtended
+from keras_psplus.sharding.full_engine import FullyShardedEngine
 from keras_psplus.sharding.plan import OptimizerPlan
 from keras_psplus.tables.row_optimizer import weight_decay_of
 
@@ -150,7 +151,7 @@ class TableEngine(_Replicas):
             return None
         decision = getattr(variable, "_decision", None)
         if decision is None or not decision.on_servers:
-            return call.proceed()
+            return super()._initialize_with_initializer(call)
         assert self._context is not None
         lookup, cache = self.strategy.extended.lookup, self._context.placer.cache_of(decision.path)
         return embeddings.make(self._context.tables, lookup, variable, decision, initializer, cache)
@@ -339,15 +340,14 @@ class _Plan(OptimizerPlan):
 class ShardedHybridEngine(TableEngine, ShardedEngine):
     """Cuts what an optimizer keeps of the variables that are no tables."""
 
-    def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return _Plan(optimizer, self.strategy.extended.store.workers)
+    plan_class = _Plan
 
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:
-        # A slot that is being made in shares is that of no table.
-        is_slot = self._place_of_slot is not None
-        cls: type[TableEngine | ShardedEngine] = ShardedEngine if is_slot else TableEngine
-        return cls._initialize_with_initializer(self, call)
+        if self._place_of_slot is not None:
+            # A slot that is being made in shares is that of no table.
+            call.owner._decision = None
+        return super()._initialize_with_initializer(call)
 
     def _squares(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
         places = self._placed(optimizer, variables)
@@ -358,6 +358,10 @@ class ShardedHybridEngine(TableEngine, ShardedEngine):
     ) -> list[Any]:
         scaled = super()._scaled(scale, optimizer, grads, variables)
         return self._cut_if_dense(list(grads), scaled, self._placed(optimizer, variables))
+
+
+class FullyShardedHybridEngine(ShardedHybridEngine, FullyShardedEngine):
+    """Cuts the weights that are no tables, too."""
 
 
 class ShardedHybridExtended(TableExtended, ShardedExtended):

@@ -90,8 +90,9 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         compression: How the gradients of what is all-reduced are sent.
         updates: Only `Accumulate` can be combined with tables.
         topology: The path of the gradients of what is all-reduced.
-        shard: `"optimizer"` to leave each worker a part of the optimizer's state of what is
-            all-reduced, as for `MultiWorkerMirroredStrategy`.
+        shard: `"optimizer"` to leave each worker a part of the optimizer's state of what is no
+            table, `"all"` a part of its weights, too, as for `MultiWorkerMirroredStrategy`.
+        reshard_after_forward: As for `MultiWorkerMirroredStrategy`.
         shard_group: As for `MultiWorkerMirroredStrategy`.
 
     Raises:
@@ -139,6 +140,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
+        reshard_after_forward: bool = True,
         shard_group: int | None = None,
     ) -> None:
         activation.activate()
@@ -170,6 +172,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         groups = topology_module.get(topology, workers)
         exchanged = shard, shard_group, compression, updates, groups
         shard_option.check_all(*exchanged, workers, self._engine_class)
+        shard_option.check_reshard(shard, reshard_after_forward)
         if task is not None and not task.num_ps:
             raise config.ClusterConfigError(
                 "HybridStrategy needs at least one `ps` task for its tables: add it to TF_CONFIG's "
@@ -204,6 +207,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
                 updates=updates,
                 topology=topology,
                 shard=shard,
+                reshard_after_forward=reshard_after_forward,
                 shard_group=shard_group,
             )
         self._options |= {

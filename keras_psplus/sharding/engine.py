@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
+from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.base.optimizers import iterations_of, optimizers_of
 from keras_psplus.core.models.building import lifted
@@ -21,7 +22,13 @@ from keras_psplus.log import logger
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.plan import OptimizerPlan
-from keras_psplus.sharding.variable import ParameterPart, ShareVariable, are_in_parts, in_update
+from keras_psplus.sharding.variable import (
+    ParameterPart,
+    ShareVariable,
+    are_in_parts,
+    in_update,
+    on_worker,
+)
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -40,6 +47,7 @@ class ShardedEngine(AllReduceEngine):
     can_run_eagerly = False
     # Whether each worker keeps all of the weights.
     has_whole_weights = True
+    plan_class = OptimizerPlan
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
@@ -66,7 +74,7 @@ class ShardedEngine(AllReduceEngine):
         return plan
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
-        return OptimizerPlan(optimizer, self.strategy.extended.store.workers)
+        return self.plan_class(optimizer, self.strategy.extended.store.workers)
 
     def _move(self, state: keras.Variable, place: Place) -> None:
         """Leaves what every worker has made to the one whose updates change it."""
@@ -121,7 +129,7 @@ class ShardedEngine(AllReduceEngine):
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:
         if (find_place := self._place_of_slot) is None:
-            return call.proceed()
+            return super()._initialize_with_initializer(call)
         variable, initializer = call.owner, call.get("initializer")
         whole, dtype, store = tuple(variable._shape), variable._dtype, self.strategy.extended.store
 
@@ -157,8 +165,14 @@ class ShardedEngine(AllReduceEngine):
 
     # The way of a gradient.
 
+    @property
+    def _rank(self) -> int:
+        """This worker's place among those that update parts of one variable."""
+        return self.strategy.extended.store.rank
+
     def _placed(self, optimizer: Optimizer, variables: Variables) -> list[Place]:
-        places = self.plan_of(optimizer).places
+        """Places of variables' updates."""
+        places = self.plan_of(optimizer).in_updates
         return [places[optimizer._get_variable_index(v)] for v in variables]
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
@@ -177,8 +191,8 @@ class ShardedEngine(AllReduceEngine):
                 grads[i] = total
         known |= set(owned if compresses else ())
         for i in [*cut, *owned]:
-            grads[i] = tf.ensure_shape(grads[i], variables[i].shape)
-        rank = self.strategy.extended.store.rank
+            grads[i] = with_shape(grads[i], variables[i])
+        rank = self._rank
         for i in known.intersection([*cut, *owned]):
             # They are summed already: the step has computed with them.
             grads[i] = places[i].local_part(grads[i], rank) if places[i].holds(rank) else None
@@ -186,7 +200,7 @@ class ShardedEngine(AllReduceEngine):
         if parts:
             found = self._exchange(optimizer).scatter(
                 [grads[i] for i in parts],
-                [variables[i] for i in parts],
+                [on_worker(variables[i]) for i in parts],
                 [places[i].parts for i in parts],
                 [optimizer._get_variable_index(variables[i]) for i in parts],
                 iterations_of(optimizer),
@@ -261,7 +275,7 @@ class ShardedEngine(AllReduceEngine):
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""
-        rank = self.strategy.extended.store.rank
+        rank = self._rank
         return [
             place.local_part(after, rank)
             if place.cut is not None
@@ -273,10 +287,9 @@ class ShardedEngine(AllReduceEngine):
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         """Variable, or part of one, that an update changes on this worker; or None."""
-        rank = self.strategy.extended.store.rank
-        if not place.holds(rank):
+        if not place.holds(self._rank):
             return None
-        return variable if place.cut is None else ParameterPart(variable, place, rank)
+        return variable if place.cut is None else ParameterPart(variable, place, self._rank)
 
     def decay(self, optimizer: Optimizer, variables: Variables) -> None:
         pairs = zip(variables, self._placed(optimizer, variables))
@@ -285,18 +298,18 @@ class ShardedEngine(AllReduceEngine):
             optimizer._apply_weight_decay([t for t in self._targets.values() if t is not None])
 
     def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
-        extended, places = self.strategy.extended, self._placed(optimizer, variables)
+        places = self._placed(optimizer, variables)
         # Nothing decays here of tables on servers.
         targets, self._targets = [self._targets.get(id(v), v) for v in variables], {}
         keeps_nothing = not (self.plan_of(optimizer).has_slots or optimizer.weight_decay)
         mine = []
         for i, (gradient, place) in enumerate(zip(grads, places)):
             if place.cut is not None and isinstance(gradient, tf.IndexedSlices):
-                if keeps_nothing and self.has_whole_weights:
+                if keeps_nothing and isinstance(targets[i], ParameterPart):
                     # All workers have these rows of a table, which then is not gathered.
                     targets[i] = variables[i]
                 else:
-                    gradient = sums.part_of_slices(gradient, place.parts, extended.store.rank)
+                    gradient = sums.part_of_slices(gradient, place.parts, self._rank)
             if targets[i] is not None:
                 mine.append((gradient, targets[i]))
         with in_update.raised():

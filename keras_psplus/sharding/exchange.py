@@ -112,7 +112,7 @@ class PartExchange:
             numbers: Numbers of their variables, the same in each step.
             step: int64 scalar, the same on all workers.
         """
-        variables, cuts = [part.variable for part in parts], [part.cut for part in parts]
+        variables, cuts = [part.of for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
         order = gradients.HopOrder()
         for own in self._buckets(parts, compressors, cuts):

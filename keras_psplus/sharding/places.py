@@ -14,11 +14,17 @@ _LONGEST_ROW = 1 << 18
 
 
 class AxisCut(NamedTuple):
-    """Layout of a tensor that is cut into equal parts along one axis."""
+    """Layout of a tensor that is cut into equal parts along one axis.
+
+    Attributes:
+        number: Number of parts.
+        copies: Number of workers that follow each other and have the same part.
+    """
 
     shape: tf.TensorShape
     axis: int
     number: int
+    copies: int = 1
 
     @property
     def shard(self) -> tuple[int, ...]:
@@ -33,12 +39,59 @@ class AxisCut(NamedTuple):
         return math.prod(self.shard)
 
     def rows(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return list(tf.split(tensor, self.number, self.axis))
+        parts = tf.split(tensor, self.number, self.axis)
+        return [part for part in parts for _ in range(self.copies)]
 
     def whole(self, rows: tf.Tensor) -> tf.Tensor:
         """The tensor of its parts, each of which is a row of a matrix."""
-        parts = tf.unstack(tf.reshape(rows, [self.number, *self.shard]))
+        parts = tf.unstack(tf.reshape(rows[:: self.copies], [self.number, *self.shard]))
         return tf.concat(parts, self.axis)
+
+
+class PieceCut(NamedTuple):
+    """Layout of a tensor whose parts along an axis of a mesh are cut along the other.
+
+    Of a mesh with `columns` columns, and a row for each piece of a part, workers are in the order
+    of columns. With two of each:
+
+        part 0 or the whole    piece 0, piece 1
+        part 1 or the whole    piece 0, piece 1
+
+    Attributes:
+        split: Its parts, one for each column; None if each column has the whole.
+        pieces: The pieces of a part, or of the whole.
+        columns: Number of columns.
+    """
+
+    split: AxisCut | None
+    pieces: Cut
+    columns: int
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.pieces.shape if self.split is None else self.split.shape
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        return self.pieces.shard
+
+    @property
+    def width(self) -> int:
+        return self.pieces.width
+
+    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        wholes = [tensor]
+        if self.split is not None:
+            wholes = tf.split(tensor, self.columns, self.split.axis)
+        rows = [self.pieces.rows(one) for one in wholes]
+        return tf.concat(rows * (self.columns // len(rows)), 0)
+
+    def whole(self, rows: tf.Tensor) -> tf.Tensor:
+        """The inverse of `rows`."""
+        if self.split is None:
+            return self.pieces.whole(rows[: self.pieces.number])
+        parts = [self.pieces.whole(one) for one in tf.split(rows, self.columns)]
+        return tf.concat(parts, self.split.axis)
 
 
 class Place(NamedTuple):
@@ -50,7 +103,7 @@ class Place(NamedTuple):
             both, every worker has all of it.
     """
 
-    cut: Cut | AxisCut | None = None
+    cut: Cut | AxisCut | PieceCut | None = None
     owner: int | None = None
 
     @classmethod

@@ -77,6 +77,11 @@ class OptimizerPlan:
         owners = dict(zip(here, _balanced(sizes, workers)))
         self.places = [Place(owner=owners.get(number)) for number in range(len(variables))]
 
+    @property
+    def in_updates(self) -> list[Place]:
+        """Places of the variables among the workers that update parts of them."""
+        return self.places
+
     def _is_remote(self, variable: keras.Variable) -> bool:
         """Whether other tasks keep a variable."""
         return False

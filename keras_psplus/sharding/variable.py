@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -255,19 +256,37 @@ class TensorVariable(WrittenVariable):
         self._now = scatter(self._now, slices.indices[:, tf.newaxis], slices.values)
 
 
+@dataclasses.dataclass(frozen=True)
+class PartAlongAxis:
+    """A worker's part of a weight that a mesh's rows cut, as a variable to exchange parts of."""
+
+    path: str
+    shape: tf.TensorShape
+    dtype: str
+    _value: tf.Variable
+
+
+def on_worker(variable: keras.Variable) -> keras.Variable | PartAlongAxis:
+    """All that a worker keeps of a variable: the whole, or its part along an axis of a mesh."""
+    value = variable._value
+    if not hasattr(value, "local_shape"):
+        return variable
+    return PartAlongAxis(variable.path, value.local_shape, variable.dtype, value.part)
+
+
 class ParameterPart(TensorVariable):
-    """This worker's part of a mirrored variable in an update.
+    """This worker's part, in an update, of a variable of which others have the same.
 
     Args:
-        place: Its `places.Place`, which is cut.
+        place: Its `places.Place` among these workers, which is cut.
     """
 
     def __init__(self, variable: keras.Variable, place: Place, rank: int) -> None:
-        mirrored = variable._value
         assert isinstance(place.cut, Cut)
-        self.variable, self.cut, self.path = variable, place.cut, variable.path
-        self._before = place.local_part(mirrored.read_value(), rank)
-        super().__init__(self._before, mirrored)
+        self.variable, self.of, self.cut = variable, on_worker(variable), place.cut
+        self.path = variable.path
+        self._before = place.local_part(self.of._value.read_value(), rank)
+        super().__init__(self._before, variable._value)
 
     def change(self) -> tf.Tensor:
         """Difference that the update has made so far, in float32."""

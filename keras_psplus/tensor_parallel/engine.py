@@ -1,4 +1,4 @@
-"""Engine of `ModelParallelStrategy`."""
+"""Engines of `ModelParallelStrategy`: of whole slots, or of slots in shares."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
+from keras_psplus.sharding import sums
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.plan import reason_for_wholes
-from keras_psplus.sharding.variable import in_update
+from keras_psplus.sharding.variable import ParameterPart, in_update
 from keras_psplus.sharding.weight import WholeWeight
 from keras_psplus.tensor_parallel import plan, rules
 from keras_psplus.tensor_parallel.group import LocalPart, part_of
@@ -90,8 +92,10 @@ class ModelParallelEngine(ShardedEngine):
         if axis is None:
             return super()._initialize(call)
         extended = self.strategy.extended
-        ways = self.layer_calls.read, extended.group.split
-        extended.share(variable, value, lambda: CutWeight(extended.store, *ways, variable, axis))
+        ways, parts = (self.layer_calls.read, extended.group.split), extended.group.size
+        extended.share(
+            variable, value, lambda: CutWeight(extended.store, *ways, variable, axis, parts)
+        )
         return None
 
     @answers("add_slot")
@@ -214,8 +218,8 @@ class ModelParallelEngine(ShardedEngine):
         weight = cut_of(variable)
         if weight is None or place.cut is not None:
             return variable
-        whole = weight.gathered(self.strategy.extended.route)
-        return WholeWeight(weight, whole)
+        axis = weight.cut.axis
+        return WholeWeight(weight, self.strategy.extended.group.gather(weight.part.value(), axis))
 
     def accumulate(self, optimizer: Optimizer, grads: list[Any], variables: list[Any]) -> None:
         with in_update.raised():
@@ -230,3 +234,72 @@ class ModelParallelEngine(ShardedEngine):
                 weight = variable._value
                 own = self.strategy.extended.group.own(target.value(), weight.cut.axis)
                 weight.part.assign(own, read_value=False)
+
+
+class ShardedModelParallelEngine(ModelParallelEngine):
+    """Cuts the slots, too, of what the workers of a column have alike: `shard="optimizer"`.
+
+    Where an optimizer needs whole weights, all workers update them, as without.
+    """
+
+    def _make_plan(self, optimizer: Optimizer) -> plan.PiecePlan:
+        grid = self.strategy.grid
+        return plan.PiecePlan(optimizer, len(grid.rows), len(grid.rows[0]))
+
+    def _cuts(self, optimizer: Optimizer) -> bool:
+        return self.plan_of(optimizer).reason is None
+
+    @property
+    def _rank(self) -> int:
+        rank: int = self.strategy.extended.world.rank
+        return rank
+
+    @answers("add_slot")
+    def _add_slot(self, call: Call) -> keras.Variable:
+        is_own_sum = call.get("name") == "gradient_accumulator"
+        if is_own_sum or reason_for_wholes(call.owner) is not None:
+            return super()._add_slot(call)
+        return self._add_slot_in_shares(call)
+
+    # Of a column, as all-reduce's workers with their optimizers' state in shares.
+
+    def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
+        if not self._cuts(optimizer):
+            return super().reduce(optimizer, grads, variables)
+        if current_step() is None:
+            grads = self.parts_of_weights(list(grads), list(variables))
+        return ShardedEngine.reduce(self, optimizer, grads, variables)
+
+    def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
+        if not self._cuts(optimizer):
+            return super().clip(optimizer, grads, variables)
+        places = self._placed(optimizer, variables)
+        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        if not limit or limit <= 0:
+            clipped = optimizer._clip_gradients(list(grads))
+            return ShardedEngine._cut_if_dense(self, grads, clipped, places)
+        in_columns = [not isinstance(gradient, tf.IndexedSlices) for gradient in grads]
+        in_rows = [cut_of(variable) is not None for variable in variables]
+        parts = [i for i in range(len(grads)) if in_columns[i] or in_rows[i]]
+
+        def total(squares: list[tf.Tensor]) -> list[tf.Tensor]:
+            found = dict(zip(parts, squares))
+            for launcher, has_parts in (
+                (self.strategy.extended.launcher(0), in_columns),
+                (self.strategy.extended.group.launcher, in_rows),
+            ):
+                own = [i for i in parts if has_parts[i]]
+                found |= zip(own, gradients.sum_packed(launcher, [found[i] for i in own]))
+            return [found[i] for i in parts]
+
+        clipped = sums.clipped_by_norms(optimizer, grads, variables[0].dtype, parts, total)
+        return ShardedEngine._cut_if_dense(self, grads, clipped, places)
+
+    def _target(self, variable: keras.Variable, place: Place) -> Any:
+        if place.is_everywhere:
+            return super()._target(variable, place)
+        return ParameterPart(variable, place, self._rank)
+
+    def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
+        of = ShardedEngine if self._cuts(optimizer) else ModelParallelEngine
+        of.update(self, optimizer, grads, variables)

@@ -11,8 +11,10 @@ import keras
 import tensorflow as tf
 
 from keras_psplus import text_table
-from keras_psplus.sharding.places import Place
+from keras_psplus.core.graph.variables import gradient_shape
+from keras_psplus.sharding.places import PieceCut, Place
 from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
+from keras_psplus.sharding.variable import ShareVariable
 from keras_psplus.tensor_parallel.mesh import Grid
 from keras_psplus.tensor_parallel.variable import cut_of
 
@@ -42,6 +44,46 @@ class CutPlan(OptimizerPlan):
         return (
             f"'{optimizer.name}' gathers {self._count} cut weights and their gradients for each "
             f"update, and keeps whole slots on every worker ({self.reason})"
+        )
+
+
+class PiecePlan(CutPlan):
+    """Places of optimizer state: in pieces along columns of the mesh, or whole on every worker.
+
+    Args:
+        optimizer: A Keras optimizer that is built.
+        rows: Number of rows, and so of pieces.
+        columns: Number of columns.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, rows: int, columns: int) -> None:
+        super().__init__(optimizer)
+        self._in_updates = self.places
+        slots = (slot._value for slot in optimizer.variables)
+        self.has_slots = any(isinstance(slot, ShareVariable) for slot in slots)
+        if self.reason is not None:
+            return
+        variables = optimizer._trainable_variables
+        self._in_updates = [Place.of_parts(gradient_shape(v), rows) for v in variables]
+        splits = [None if w is None else w.cut for w in map(cut_of, variables)]
+        self.places = [
+            Place(PieceCut(split, place.parts, columns))
+            for split, place in zip(splits, self._in_updates)
+        ]
+
+    @property
+    def in_updates(self) -> list[Place]:
+        return self._in_updates
+
+    def describe(
+        self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
+    ) -> str:
+        """One line about what a worker keeps of an optimizer."""
+        if self.reason is not None:
+            return super().describe(optimizer, names, places)
+        return (
+            f"'{optimizer.name}' keeps the slots of {len(self.places)} variables in pieces along "
+            f"the axis of batches, also those of {self._count} cut weights"
         )
 
 

@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, startup
+from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, shard_option, startup
 from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import launcher_like
+from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.process import memory
@@ -37,9 +38,11 @@ class ModelParallelExtended(ShardedExtended):
 
     _group: ModelGroup | None = None
 
-    def __init__(self, strategy: tf.distribute.Strategy, *args: Any) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, *args: Any, **options: Any) -> None:
         self.grid: Grid = strategy.grid
-        super().__init__(strategy, *args)
+        # Whether an optimizer's slots are cut along columns, too.
+        self.cuts_slots: bool = strategy.shard is not None
+        super().__init__(strategy, *args, **options)
 
     def set_topology(self, topology: Topology | str) -> None:
         if self._group is None:
@@ -61,7 +64,7 @@ class ModelParallelExtended(ShardedExtended):
         launcher, host = (
             one.launchers[0] for one in (self._cross_device_ops, self._host_cross_device_ops)
         )
-        self._of_all_hosts = host
+        self._of_all, self._of_all_hosts = launcher, host
         first = self.take_group_keys(len(rows) + 2 * len(rows[0]))
         in_row = launcher_like(launcher, first + row, rows[row])
         self._group = ModelGroup(in_row, place, len(rows[row]))
@@ -90,7 +93,23 @@ class ModelParallelExtended(ShardedExtended):
 
     @property
     def sharing_workers(self) -> Sequence[int]:
+        if self.cuts_slots:
+            return [rank for column in zip(*self.grid.rows) for rank in column]
         return self.grid.rows[self.world.rank]
+
+    @property
+    def route(self) -> Route:
+        if self.cuts_slots:
+            return Route(self.launcher(0), self.world.rank, len(self.grid.rows))
+        return super().route
+
+    @property
+    def store_route(self) -> Route:
+        if not self.cuts_slots:
+            return self.route
+        workers = self.sharing_workers
+        launcher = launcher_like(self._of_all, self.take_group_keys(1), workers)
+        return Route(launcher, workers.index(self._id_in_cluster), len(workers))
 
     @property
     def sharing_launcher(self) -> Launcher:
@@ -142,6 +161,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         updates: `keras_psplus.updates.Accumulate(steps)`, or a text such as `"accumulate:4"`, to
             sum and apply gradients once in so many steps; None for every step.
         topology: As there, for these gradients: groups of whole rows of the mesh.
+        shard: `"optimizer"` to cut an optimizer's slots along the axis of batches, too: a worker
+            keeps and updates a piece of what the workers of its column have alike.
 
     Raises:
         ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.
@@ -183,6 +204,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         compression: str | Compressor | dict[str, Any] | None = None,
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
+        shard: str | None = None,
     ) -> None:
         activation.activate()
         compression, updates = launch_flags.fill(
@@ -204,6 +226,14 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         self.grid = workers and grid_of(layout_map.device_mesh, batch_dim_name, workers)
         make_layouts = AutomaticLayouts if is_automatic else Layouts
         self.layouts = self.grid and make_layouts(layout_map, self.grid)
+        shard_option.check(shard, updates, self._engine_class)
+        if shard is not None and topology is not None:
+            raise ValueError(
+                "ModelParallelStrategy takes either `shard` or `topology`: pieces of slots go in "
+                f"one hop. Leave one of them out. Received: shard={shard!r}, topology={topology!r}"
+            )
+        # Workers of a single row share slots with no others.
+        self.shard = shard if self.grid and len(self.grid.rows) > 1 else None
         if self.grid:
             _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:
@@ -221,6 +251,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 compression=compression,
                 updates=updates,
                 topology=topology,
+                shard=self.shard,
             )
         devices = len(self.extended.worker_devices)
         if self._is_active and devices > 1:
@@ -235,6 +266,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             "compression": compression,
             "updates": updates,
             "topology": topology,
+            "shard": shard,
         }
 
     @property

@@ -24,6 +24,7 @@ class CutWeight(PartOfWeight):
     Args:
         read: Function of a weight that returns the whole of it, in the graph of a step.
         split: Function of a whole tensor and an axis that returns this worker's part.
+        parts: Number of parts.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class CutWeight(PartOfWeight):
         split: Callable[[tf.Tensor, int], tf.Tensor],
         variable: keras.Variable,
         axis: int,
+        parts: int,
     ) -> None:
-        self.cut = AxisCut(tf.TensorShape(variable._shape), axis, store.workers)
+        shape = tf.TensorShape(variable._shape)
+        self.cut = AxisCut(shape, axis, parts, store.workers // parts)
         self._read, self._split = read, split
         super().__init__(store, Place(self.cut), variable)
 

@@ -130,15 +130,15 @@ class _Rows:
         return values * tf.cast(rows, wide), tf.cast(slices.indices, self._indices.dtype)
 
     def _with(self, part: tuple[tf.Tensor, tf.Tensor] | None) -> Sequence[tf.Tensor]:
-        pending = self._values.read_value(), self._indices.read_value()
-        if part is None:
-            return pending
-        values, indices = (tf.concat(pair, 0) for pair in zip(pending, part))
+        values, indices = self._values.read_value(), self._indices.read_value()
+        counts = [tf.size(indices)]
+        if part is not None:
+            values, indices = tf.concat([values, part[0]], 0), tf.concat([indices, part[1]], 0)
+            counts.append(tf.size(part[1]))
         if self._add is None:
             return values, indices
-        own = tf.size(part[1])
-        counts = tf.stack([tf.size(indices) - own, own])
-        added = self._add(tf.IndexedSlices(values, indices), counts)
+        # Also where no part comes: workers then add what they have in the same way.
+        added = self._add(tf.IndexedSlices(values, indices), tf.stack(counts))
         return added.values, added.indices
 
     def add(self, part: tuple[tf.Tensor, tf.Tensor]) -> None:

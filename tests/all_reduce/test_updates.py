@@ -43,8 +43,9 @@ def test_accumulating_equals_one_process_on_larger_batches(name):
         assert found["own bytes"] == found["updates"] * sum(w.nbytes for w in weights_of(found))
 
 
-def test_rows_that_wait_at_an_epoch_s_end_are_applied_then():
-    equals_one_process("ar2", sharding_cases.accumulated, name="embedding/adagrad")
+@pytest.mark.parametrize("name", ["embedding/adagrad", "places"])
+def test_rows_that_wait_at_an_epoch_s_end_are_applied_then(name):
+    equals_one_process("ar2", sharding_cases.accumulated, name=name)
 
 
 INNER = {

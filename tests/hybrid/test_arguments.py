@@ -20,7 +20,7 @@ Cache = psp.tables.Cache
         (dict(cache=5), "`cache` must be a `tables.Cache`, a dict from pat.*Received: "),
         (dict(cache={"*": 5}), "`cache` must be a `tables.Cache`, a dict.*Received: "),
         (dict(cache=Cache(2, 1), prefetch=True), "`prefetch=True` reads rows .* one update old"),
-        (dict(shard="all"), 'HybridStrategy takes shard="optimizer".*Received: '),
+        (dict(reshard_after_forward=False), "`reshard_after_forward` must be.*Received: "),
         (dict(shard="weights"), "`shard` must be.*Received: "),
         (dict(shard_group=2), "`shard_group` is for `shard`.*Received: "),
         (
@@ -67,4 +67,4 @@ def test_what_is_unknown_is_told_what_serves_rows(argument):
 
 
 def test_one_process_has_nothing_to_cut():
-    assert psp.HybridStrategy(shard="optimizer").num_replicas_in_sync == 1
+    assert psp.HybridStrategy(shard="all").num_replicas_in_sync == 1

@@ -221,8 +221,20 @@ def test_asynchronous_updates_count_once():
 
 
 @pytest.mark.extended
-def test_beside_an_optimizer_s_state_in_shares():
-    equals_one_process("hybrid21_shards", again)
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        ("hybrid21_shards", again),
+        *(("hybrid21_all", case) for case in (again, whole, beside_rows, accumulated, own_step)),
+    ],
+)
+def test_beside_shares(layout, case):
+    equals_one_process(layout, case)
+
+
+def test_weights_that_are_no_tables_lie_in_shares():
+    results = equals_one_process("hybrid21_all", optimizer, name="global_clipnorm")
+    assert "4 of 5 variables are cut into equal parts" in results.logs["worker-0"]
 
 
 def test_each_worker_keeps_a_part_of_what_is_no_table():

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.sharding import sums
-from keras_psplus.sharding.places import Place
+from keras_psplus.sharding.places import AxisCut, PieceCut, Place
 from tests.support.tables import for_each
 
 
@@ -61,3 +61,21 @@ def test_parts_are_clipped_by_the_norm_of_the_whole(limit):
     scales = (2.5 / 12, 2.5 / 5) if "clipnorm" in limit else (0.5, 0.5)
     for clipped, gradient, scale in zip(found, grads, scales, strict=True):
         np.testing.assert_allclose(clipped, gradient * scale, rtol=1e-6)
+
+
+@for_each("axis", [None, 0, 1])
+def test_pieces_of_parts_are_the_whole(axis):
+    shape, tensor = tf.TensorShape([4, 6]), tf.reshape(tf.range(24.0), [4, 6])
+    split = None if axis is None else AxisCut(shape, axis, 2, copies=3)
+    local = shape if split is None else tf.TensorShape(split.shard)
+    place = Place(PieceCut(split, Place.of_parts(local, 3).parts, 2))
+    rows = tf.stack([tf.reshape(place.local_part(tensor, rank), [-1]) for rank in range(6)])
+    assert rows.shape == (6, local.num_elements() // 3)
+    np.testing.assert_array_equal(place.cut.whole(rows), tensor)
+    if split is None:
+        np.testing.assert_array_equal(rows[:3], rows[3:])
+    else:
+        parts = [Place(split).local_part(tensor, rank) for rank in range(6)]
+        np.testing.assert_array_equal(parts[2], parts[0])
+        whole = split.whole(tf.stack([tf.reshape(part, [-1]) for part in parts]))
+        np.testing.assert_array_equal(whole, tensor)

@@ -133,6 +133,11 @@ LAYOUTS = {
     "all4_topology": Layout(_all_reduce(shard="all", topology=[[0, 3], [1, 2]]), workers=4),
     "tp2": Layout(_mesh(1, 2), workers=2),
     "tp4": Layout(_mesh(2, 2), workers=4),
+    "tp4_shards": Layout(_mesh(2, 2, shard="optimizer"), workers=4),
+    "tp4_shards_int8": Layout(
+        _mesh(2, 2, shard="optimizer", compression={"gradients": "int8", "weights": "int8"}),
+        workers=4,
+    ),
     "tp8_topology": Layout(_mesh(4, 2, topology=[[0, 1, 2, 3], [4, 5, 6, 7]]), workers=8),
     "pipeline2": Layout(_makes("PipelineStrategy", microbatches=3), workers=2, chief=True),
     # One process for what plain Keras lacks, such as tables of any keys.
@@ -143,6 +148,7 @@ LAYOUTS = {
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
+    "hybrid21_all": _hybrid(shard="all"),
     "pipedream2": Layout(_makes("PipelineStrategy", schedule="pipedream"), workers=2, chief=True),
     "pipelines2x2": Layout(
         _makes("PipelineStrategy", microbatches=2, pipelines=2), workers=4, chief=True

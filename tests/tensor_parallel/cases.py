@@ -295,3 +295,17 @@ def in_parts():
         "gathered": shapes["gather"],
         "summed": len(shapes["reduce"]),
     }
+
+
+def in_pieces():
+    """A transformer under a loss scale; sizes of parts of weights, and of pieces of their slots."""
+    with layouts():
+        model, x = made("transformer/loss_scale")
+        found = left(model, fit(model, x))
+    if not tf.distribute.has_strategy():
+        return found
+    inner, weights = model.optimizer.inner_optimizer, model.trainable_variables
+    halves = [v._value.part if hasattr(v._value, "part") else v for v in weights]
+    first, second = inner._momentums, inner._velocities
+    pieces = [[v._value.part.shape.num_elements() for v in slots] for slots in (first, second)]
+    return found | {"halves": 2 * [[np.prod(v.shape) for v in halves]], "pieces": pieces}

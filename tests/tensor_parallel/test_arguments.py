@@ -168,6 +168,9 @@ def test_weights():
             dict(layout_map={}, mesh=psp.DeviceMesh((1, 1), AXES), updates="local_sgd:2"),
             "`Accumulate` alone can be combined with ModelParallelStrategy",
         ),
+        (dict(shard="all"), 'ModelParallelStrategy takes shard="optimizer"'),
+        (dict(shard="weights"), "`shard` must be None"),
+        (dict(shard="optimizer", topology="flat"), "takes either `shard` or `topology`"),
     ],
 )
 def test_strategies(given, text):
@@ -184,7 +187,9 @@ def test_data_of_a_row_differ():
 
 def test_one_process_trains_alone():
     mesh = psp.DeviceMesh((2, 2), AXES)
-    strategy = psp.ModelParallelStrategy(layout_map={".*kernel": (None, "model")}, mesh=mesh)
+    strategy = psp.ModelParallelStrategy(
+        layout_map={".*kernel": (None, "model")}, mesh=mesh, shard="optimizer"
+    )
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(3)])
         model.compile("sgd", "mse")

@@ -87,6 +87,42 @@ def test_rows_divide_batches():
     equals_one_process("tp4", cases.trained, name="own_step")
 
 
+def test_slots_are_cut_along_rows_and_columns():
+    expected = reference(cases.in_pieces)
+    for found in run("tp4_shards", cases.in_pieces, same=True).values():
+        # Of biases, the last piece is filled up.
+        np.testing.assert_array_equal(-(-found.pop("halves") // 2), found.pop("pieces"))
+        assert_close(found, expected, TOLERANCE)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "name",
+    ["mlp/adamw", "mlp/average", "mlp/muon", "mlp/counting", "odd/adagrad", "odd/sgd", "own_step"],
+)
+def test_slots_in_pieces_equal_one_process(name):
+    equals_one_process("tp4_shards", cases.trained, name=name)
+
+
+@pytest.mark.extended
+def test_gradients_and_new_values_in_fewer_bytes():
+    found = run("tp4_shards_int8", cases.trained, name="mlp/adamw").first
+    expected = reference(cases.trained, name="mlp/adamw")
+    assert_close(found, expected, 0.05)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["places", "two_optimizers"])
+def test_accumulated_updates_of_pieces_equal_those_of_one_process(name):
+    equals_one_process("tp4_shards", shares.accumulated, name=name)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("other", ["plain", "tp2", "opt2"])
+def test_pieces_go_on_elsewhere(other, tmp_path):
+    check_files("tp4_shards", tmp_path, other)
+
+
 @pytest.mark.extended
 def test_groups_of_rows_equal_one_process():
     equals_one_process("tp8_topology", cases.trained, name="mlp/adamw")
