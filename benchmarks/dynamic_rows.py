@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_psplus.cluster.process import tuning
 from keras_psplus.tables import keys as initial_rows
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
 
 BATCH, TRIES = 1 << 16, 8

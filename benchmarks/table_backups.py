@@ -29,7 +29,7 @@ import keras_psplus as psp
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import keys as initial_rows
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 
 BATCH, FILLED, STEPS = 1 << 13, 1 << 16, 100
 # Of a job, between backups: the next one waits until the one before is on the disk.

@@ -76,9 +76,9 @@ class Remote:
         import tensorflow as tf
 
         from keras_psplus.cluster.channel.sessions import Secret
-        from keras_psplus.hybrid.rpc.servers import Servers
+        from keras_psplus.hybrid.servers import Servers
         from keras_psplus.hybrid.tables import table as table_module
-        from keras_psplus.tables.rows.row_optimizer import config_of
+        from keras_psplus.tables.row_optimizer import config_of
 
         self._process.start()
         servers = Servers(self._task, Secret(TOKEN), timeout=60, patience=5)

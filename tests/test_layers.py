@@ -37,16 +37,15 @@ compression: outer_products averaging options base wire no_communication by_vari
     cast low_rank sufficient_factors sparse error_feedback methods kernels
 core: jobs base worker_state data graph plan batch gradient_path backup models
     strategy_engine distributed_engine
-hybrid: rows rpc stalls tables files extended server context engine strategy
-layers: combiners dynamic_embedding
+hybrid: rows calls servers tables saving server_tables extended server engine strategy
+layers: dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
     extended context steps worker_updates local_sgd sync predict_function engine strategy
-pipeline: failure base startup extended graph replicas traffic crossings step split context engine
-    strategy
+pipeline: failure base extended graph replicas traffic step split context engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
-tensor_parallel: mesh vectorized late_gathers group variable regions rules layer_calls plan extended
-    engine strategy
-tables: policies keys rows admission snapshot store files row_variable local versions
+tensor_parallel: mesh group variable rules layer_calls plan engine strategy
+tables: policies keys chunks index row_optimizer admission snapshot store files row_variable
+    local versions
 """
 LAYERS = [set(line.split()) for line in LAYERS.strip().splitlines()]
 FOLDERS = {

@@ -34,7 +34,7 @@ _ENGINES = {
     "ModelParallelEngine": {
         "optimizer": (
             ("keras_psplus.tensor_parallel.engine", "ShardedModelParallelEngine"),
-            ("keras_psplus.tensor_parallel.extended", "ModelParallelExtended"),
+            ("keras_psplus.tensor_parallel.strategy", "ModelParallelExtended"),
         ),
     },
 }

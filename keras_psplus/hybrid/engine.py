@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,10 +14,13 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.engine import Call, answers
-from keras_psplus.hybrid.context import TableContext
 from keras_psplus.hybrid.extended import TableExtended
-from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch, row_gradients
+from keras_psplus.hybrid.server_tables import ServerTables
+from keras_psplus.hybrid.servers import Servers
+from keras_psplus.hybrid.tables import dynamic, embeddings, prefetch
 from keras_psplus.hybrid.tables.embeddings import is_table, table_of
+from keras_psplus.hybrid.tables.placement import TablePlacer, Tables
+from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.keras_internals.keras_parts import base_optimizer
 from keras_psplus.log import info_once, logger
 from keras_psplus.sharding import sums
@@ -24,13 +28,7 @@ from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.extended import ShardedExtended
 from keras_psplus.sharding.full_engine import FullyShardedEngine
 from keras_psplus.sharding.plan import OptimizerPlan
-from keras_psplus.tables.rows.row_optimizer import weight_decay_of
-
-if TYPE_CHECKING:
-    from keras.optimizers import Optimizer
-
-    from keras_psplus.engine import Gradients, Variables
-
+from keras_psplus.tables.row_optimizer import weight_decay_of
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -40,6 +38,25 @@ if TYPE_CHECKING:
     _Replicas = AllReduceEngine
 else:
     _Replicas = object
+
+
+@dataclasses.dataclass(eq=False)
+class TableContext:
+    """The objects of a `HybridStrategy` that its tables are made with.
+
+    Parts take this, or what they use of it, instead of the strategy, which makes all of them.
+    """
+
+    servers: Servers
+    tables: Tables
+    placer: TablePlacer
+    backup_tables: ServerTables
+
+
+class _Scaled(NamedTuple):
+    """Gradient of a table that has been sent, and its scale factor."""
+
+    scale: Any
 
 
 class TableEngine(_Replicas):
@@ -197,7 +214,7 @@ class TableEngine(_Replicas):
         )
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> Gradients:
-        tables, dense = row_gradients.split(variables)
+        tables, dense = _split(variables)
         if not tables:
             return super().reduce(optimizer, grads, variables)
         step = MirroredReplicaStep.current()
@@ -207,44 +224,50 @@ class TableEngine(_Replicas):
             whole = [i for i in tables if id(variables[i]) in step.whole]
             grads = [split[i] if i in whole else g for i, g in enumerate(grads)]
         extended = self.strategy.extended
-        if row_gradients.clips_by_norm(optimizer):
-            row_gradients.check_sums(extended, optimizer)
+        if _clips_by_norm(optimizer):
+            if extended.barrier is None:
+                name = "clipnorm" if optimizer.clipnorm else "global_clipnorm"
+                raise ValueError(
+                    f"`{name}` needs the sum of all workers' gradients, which `sync=False` does "
+                    "not make: use `clipvalue`, or `sync=True`. "
+                    f"Received: {name}={getattr(optimizer, name)}"
+                )
             for i in tables:
-                table = table_of(variables[i])
-                assert table is not None
-                row_gradients.check_rows(table, grads[i])
+                table = _table_with_rows(variables[i], grads[i])
                 extended.push_rows(table, grads[i], optimizer, 0.0, waits=True)
-        return row_gradients.on_dense(super().reduce, optimizer, grads, variables, dense)
+        return _on_dense(super().reduce, optimizer, grads, variables, dense)
 
     def clip(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        tables, dense = row_gradients.split(variables)
+        tables, dense = _split(variables)
         if not tables:
             return super().clip(optimizer, grads, variables)
         norm, optimizer.global_clipnorm = optimizer.global_clipnorm, None
         try:
-            grads = row_gradients.on_dense(super().clip, optimizer, grads, variables, dense)
+            grads = _on_dense(super().clip, optimizer, grads, variables, dense)
         finally:
             optimizer.global_clipnorm = norm
-        if not row_gradients.clips_by_norm(optimizer):
+        if not _clips_by_norm(optimizer):
             return grads
-        squares = row_gradients.squares(self.strategy.extended, [variables[i] for i in tables])
+        every = [table for i in tables if (table := table_of(variables[i])) is not None]
+        squares = self.strategy.extended.square_of(every)
         if norm:
             own = self._squares(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
-            scale = row_gradients.scale_of([*own, *squares], norm)
+            scale = _scale_of([*own, *squares], norm)
             scaled = functools.partial(self._scaled, scale)
-            grads = row_gradients.on_dense(scaled, optimizer, grads, variables, dense)
+            grads = _on_dense(scaled, optimizer, grads, variables, dense)
             scales = [scale] * len(tables)
         else:
-            scales = [row_gradients.scale_of([one], optimizer.clipnorm) for one in squares]
+            scales = [_scale_of([one], optimizer.clipnorm) for one in squares]
         for i, scale in zip(tables, scales):
-            grads[i] = row_gradients.Scaled(scale)
+            grads[i] = _Scaled(scale)
         return grads
 
     # Of gradients of what lies on workers.
 
     def _squares(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
         """Squared norms, float32 scalars."""
-        return [row_gradients.square(gradient) for gradient in grads]
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        return [tf.reduce_sum(tf.square(tf.cast(one, tf.float32))) for one in values]
 
     def _scaled(
         self, scale: tf.Tensor, optimizer: Optimizer, grads: Gradients, variables: Variables
@@ -255,11 +278,20 @@ class TableEngine(_Replicas):
         super().decay(optimizer, [v for v in variables if table_of(v) is None])
 
     def push(self, optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> Pairs:
-        tables, dense = row_gradients.split(variables)
+        tables, dense = _split(variables)
+        extended, rate = self.strategy.extended, optimizer.learning_rate
         for i in tables:
-            row_gradients.apply_on_servers(
-                self.strategy.extended, optimizer, grads[i], variables[i], optimizer.learning_rate
-            )
+            gradient, table = grads[i], _table_with_rows(variables[i], grads[i])
+            if table.optimizer is not optimizer:
+                raise ValueError(
+                    f"The table '{table.name}' on parameter servers is updated by another "
+                    f"optimizer. Received: {optimizer.name} beside "
+                    f"{table.optimizer and table.optimizer.name}"
+                )
+            if isinstance(gradient, _Scaled):
+                extended.commit(table, optimizer, rate, gradient.scale)
+            else:
+                extended.push_rows(table, gradient, optimizer, rate)
         return super().push(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
 
     # Backups.
@@ -334,3 +366,47 @@ class FullyShardedHybridEngine(ShardedHybridEngine, FullyShardedEngine):
 
 class ShardedHybridExtended(TableExtended, ShardedExtended):
     """Additional APIs of `keras_psplus.HybridStrategy` with `shard=`."""
+
+
+def _split(variables: Sequence[keras.Variable]) -> tuple[list[int], list[int]]:
+    """The numbers of those variables that are tables, and of the others."""
+    tables = [i for i, variable in enumerate(variables) if table_of(variable) is not None]
+    return tables, [i for i in range(len(variables)) if i not in tables]
+
+
+def _on_dense(
+    function: Callable[..., Sequence[tf.Tensor | tf.IndexedSlices]],
+    optimizer: Optimizer,
+    grads: Gradients,
+    variables: Variables,
+    dense: Sequence[int],
+) -> list[Any]:
+    """Replaces the dense entries of `grads` by `function`'s result."""
+    made = function(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
+    grads = list(grads)
+    for i, gradient in zip(dense, made):
+        grads[i] = gradient
+    return grads
+
+
+def _clips_by_norm(optimizer: Optimizer) -> bool:
+    """Whether an optimizer clips by norms, which need sums before the update."""
+    return bool(optimizer.clipnorm or optimizer.global_clipnorm)
+
+
+def _table_with_rows(variable: keras.Variable, gradient: Any) -> Table:
+    """A variable's table; raises ValueError if its gradient is not one of rows."""
+    table = table_of(variable)
+    assert table is not None
+    if not isinstance(gradient, (_Scaled, tf.IndexedSlices)):
+        raise ValueError(
+            f"The gradient of the table '{table.name}' must be one of rows. Received: {gradient}"
+        )
+    return table
+
+
+def _scale_of(squares: Sequence[tf.Tensor], limit: float) -> tf.Tensor:
+    """Scale that brings gradients of these squared norms to a norm of at most `limit`."""
+    norm = tf.sqrt(tf.add_n(squares))
+    # A norm that is not finite makes all gradients so, as in Keras.
+    return limit / tf.maximum(norm, limit) + (norm - norm)

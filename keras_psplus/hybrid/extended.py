@@ -13,6 +13,7 @@ from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
+from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.hybrid.tables import prefetch
 from keras_psplus.hybrid.tables import table as table_module
 from keras_psplus.hybrid.tables.dynamic import DynamicVariable
@@ -20,9 +21,8 @@ from keras_psplus.hybrid.tables.embeddings import TableVariable
 from keras_psplus.hybrid.tables.prefetch import Barrier, RowsAhead, current_replica
 from keras_psplus.hybrid.tables.row_cache import RowCache, RowCaches
 from keras_psplus.hybrid.tables.table import Table
-from keras_psplus.tables.rows.row_optimizer import scalars_of
-from keras_psplus.tf_internals import distribute_lib, resource_variable_ops
-from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tables.row_optimizer import scalars_of
+from keras_psplus.tf_internals import distribute_lib
 
 if TYPE_CHECKING:
     _Replicas = MultiWorkerMirroredExtended
@@ -76,10 +76,7 @@ class TableExtended(_Replicas):
         """An int64 of a local replica that counts its pushes to a table."""
         key = table.key, current_replica()
         if key not in self._clocks:
-            with ops.init_scope(), ops.device("/CPU:0"):
-                self._clocks[key] = resource_variable_ops.ResourceVariable(
-                    tf.constant(0, _LONG), trainable=False
-                )
+            self._clocks[key] = made_outside(lambda: tf.constant(0, _LONG))
         return self._clocks[key]
 
     def _pushes(self, table: Table) -> int:
@@ -103,9 +100,7 @@ class TableExtended(_Replicas):
         indices = tf.convert_to_tensor(indices)
         most = indices.shape.num_elements()
         unique, positions = prefetch.distinct(table, indices)
-        ready = []
-        if self._barrier is not None and distribute_lib.get_replica_context() is not None:
-            ready.append(_passed(self._barrier))
+        ready = self._ready()
         with tf.control_dependencies([*ready, prefetch.check_range(table, unique)]):
             unique = tf.identity(unique)
         pull = functools.partial(self._pull, table, most)
@@ -134,17 +129,13 @@ class TableExtended(_Replicas):
 
         Args:
             keys: int64 vector.
-            trains: Whether a step trains with them.
 
         Returns:
             float32 matrix with a row for each key.
         """
         table, step = variable.table, MirroredReplicaStep.current()
         unique, positions = tf.unique(keys)
-        ready = []
-        if self._barrier is not None and distribute_lib.get_replica_context() is not None:
-            ready.append(_passed(self._barrier))
-        with tf.control_dependencies(ready):
+        with tf.control_dependencies(self._ready()):
             unique = tf.identity(unique)
         # Of a row that does not count, nothing is read, nothing is made.
         wanted = unique if step is None else step.rows_if_any(unique)
@@ -159,6 +150,17 @@ class TableExtended(_Replicas):
         count = tf.size(wanted)
         kept = _all_rows if wanted is unique else lambda rows: rows[:count]
         return variable.with_key_gradient(rows, unique, positions, kept)
+
+    def _ready(self) -> list[tf.Tensor]:
+        """Tensors that show that servers have applied the last step of all workers."""
+        if self._barrier is None or distribute_lib.get_replica_context() is None:
+            return []
+        step = MirroredReplicaStep.current()
+        if step is None or not step.has_pushed:
+            return [self._barrier.passed()]
+        # A step of the user's own that looks up what it has updated.
+        step.has_pushed = False
+        return [self._barrier.wait()]
 
     def _cache(self, table: Table) -> RowCache | None:
         """The cache of a table in a step that may use it, or None."""
@@ -260,8 +262,7 @@ class TableExtended(_Replicas):
     def square_of(self, tables: Sequence[Table]) -> list[tf.Tensor]:
         """Waits for all replicas' gradients, and returns their sum's squared norm by table."""
         assert self._barrier is not None
-        before = self._barrier.wait()
-        with tf.control_dependencies([before]):
+        with tf.control_dependencies([self._barrier.wait()]):
             return [tf.add_n(table_module.norms(table, current_replica())) for table in tables]
 
     def commit(
@@ -294,15 +295,6 @@ class TableExtended(_Replicas):
 
 class HybridExtended(TableExtended, MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
-
-
-def _passed(barrier: Barrier) -> tf.Tensor:
-    step = MirroredReplicaStep.current()
-    if step is None or not step.has_pushed:
-        return barrier.passed()
-    # A step of the user's own that looks up what it has updated.
-    step.has_pushed = False
-    return barrier.wait()
 
 
 def _all_rows(rows: tf.Tensor) -> tf.Tensor:

@@ -56,8 +56,6 @@ class RowCodec:
         """Bytes of a table's rows, each of which travels with its number.
 
         Args:
-            path: Name of the table.
-            direction: As of `Traffic`.
             ids: Numbers or keys of the rows.
         """
         compressor, count = self._compressor, tf.size(ids, tf.int64)
@@ -120,7 +118,6 @@ def repeat(tensor: tf.Tensor, sources: Mapping[Any, tf.Tensor]) -> tf.Tensor:
     """Repeats the operations between some tensors and one that is made of them.
 
     Args:
-        tensor: Symbolic tensor.
         sources: Dict from references of tensors of the same graph to those in their place.
 
     Returns:
@@ -300,7 +297,6 @@ class MissingUpdates:
     """Counter of updates that a restart has lost, found from workers' pushes.
 
     Args:
-        replicas: Number of replicas that push.
         parts: A push's number is that of the step times this, plus that of a part.
     """
 
@@ -316,7 +312,6 @@ class MissingUpdates:
         """Counts, at the first push of a replica, those that it will not send again.
 
         Args:
-            replica: Its index.
             push: The push's number.
             last_push: That of the last one that is in the rows.
 

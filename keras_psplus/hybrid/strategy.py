@@ -1,5 +1,7 @@
 """`HybridStrategy` for Keras 3."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os
@@ -25,18 +27,15 @@ from keras_psplus.cluster.handshake import PeerIdentity
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.preflight import listen_on_own_address
 from keras_psplus.compression import Compressor
+from keras_psplus.core.jobs.control import run_on_chief
 from keras_psplus.files import tables as shard_files
-from keras_psplus.hybrid import stalls
-from keras_psplus.hybrid.context import TableContext
-from keras_psplus.hybrid.engine import HybridEngine
+from keras_psplus.hybrid import calls, saving
+from keras_psplus.hybrid.engine import HybridEngine, TableContext
 from keras_psplus.hybrid.extended import HybridExtended
-from keras_psplus.hybrid.files.recovery import Recovery
-from keras_psplus.hybrid.files.server_tables import ServerTables
-from keras_psplus.hybrid.files.table_saving import TableSaving
 from keras_psplus.hybrid.rows import RowCodec, compressor_for_rows
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.servers import Servers
 from keras_psplus.hybrid.server import table_server
+from keras_psplus.hybrid.server_tables import Recovery, ServerTables
+from keras_psplus.hybrid.servers import Servers, StallProbe
 from keras_psplus.hybrid.tables import placement as placement_module
 from keras_psplus.hybrid.tables import prefetch as prefetch_module
 from keras_psplus.hybrid.tables.placement import Tables
@@ -47,7 +46,7 @@ from keras_psplus.updates import Updates
 _PATIENCE = 5.0
 
 
-class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
+class HybridStrategy(MultiWorkerMirroredStrategy):
     """Large embeddings on parameter servers, everything else all-reduced, for `model.fit`.
 
     One script in every task of a cluster with `worker` tasks (and perhaps a `chief`) and `ps`
@@ -252,8 +251,8 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         if self.is_chief and not sync:
             Recovery(servers, backup_tables, table_timeout).start()
 
-    def _waits(self, task: TaskConfig) -> stalls.StallProbe:
-        return stalls.StallProbe(
+    def _waits(self, task: TaskConfig) -> StallProbe:
+        return StallProbe(
             task,
             self.progress,
             self._step_marks,
@@ -293,6 +292,59 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
     def prefetch(self) -> bool:
         """Whether `model.fit` reads the next batch's rows of tables while a step computes."""
         return self._prefetch
+
+    def save_tables(self, directory: str | os.PathLike[str]) -> None:
+        """Has the parameter servers write the tables, each its own rows, past the workers' memory.
+
+        The optimizer's variables of the tables are written as well; dense weights are not. Call it
+        between calls of `fit`, on the chief or on all workers, of whom the chief has it done.
+        `load_tables` reads it, also on another number of servers, and `TableFiles` in any process.
+
+        Args:
+            directory: Folder that all parameter servers reach. On separate disks, each of them
+                has to run on the same host when the tables are loaded.
+
+        Raises:
+            TableServerError: If a server cannot write there, or is lost. What was saved there
+                before is as it was.
+            OSError: If the chief cannot write there.
+
+        Example:
+
+        ```python
+        model.fit(dataset)
+        strategy.save_tables("/shared/tables")
+        ```
+        """
+        if self.is_chief and self._context is not None:
+            path = shard_files.full_path(directory)
+            saving.save(self._context.servers, self._context.tables.all, path)
+
+    def load_tables(self, directory: str | os.PathLike[str]) -> None:
+        """Has the parameter servers read what `save_tables` has written; on all workers.
+
+        Tables are found by their names. The optimizer's variables are read where the model is
+        compiled with the same one, and `model.optimizer.build(model.trainable_variables)` or `fit`
+        has been called.
+
+        Args:
+            directory: The folder.
+
+        Raises:
+            ValueError: If it does not have all tables, in these shapes.
+            TableServerError: If a server cannot read there, or is lost.
+        """
+        if (context := self._context) is None:
+            return
+        path = shard_files.full_path(directory)
+        run_on_chief(
+            self.extended.control,
+            self.is_chief,
+            "load_tables",
+            lambda: saving.load(context.servers, context.tables.all, path),
+        )
+        self.extended.rows_ahead.forget()
+        self.extended.row_caches.forget()
 
     def _in_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         in_step = super()._in_step(fn)

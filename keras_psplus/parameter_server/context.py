@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import statistics
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.log import logger
 from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
+from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +26,187 @@ if TYPE_CHECKING:
     from keras_psplus.parameter_server.extended import ParameterServerExtended
     from keras_psplus.parameter_server.modes import Mode
     from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-    from keras_psplus.parameter_server.sync.automatic import OverlapChoice
-    from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
-    from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
     from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+
+
+class Attempt:
+    """One try at a global step, by shares of its batch.
+
+    The gradients of the first `wanted` shares that are admitted count. A share that comes to be
+    computed again, after its worker was lost, may have been added in part before: the attempt is
+    void then. Its stamp is larger than that of every attempt before.
+    """
+
+    def __init__(self, stamp: int, wanted: int) -> None:
+        self.stamp, self.wanted = stamp, wanted
+        self._lock = threading.Lock()
+        self._admitted: set[int] = set()
+        self.results: dict[int, Any] = {}
+        self.is_void = False
+
+    def admit(self, share: int) -> bool:
+        """Whether to add the gradients of a share; called before any is added."""
+        with self._lock:
+            if share in self._admitted:
+                self.is_void = True
+            if self.is_over or len(self._admitted) >= self.wanted:
+                return False
+            self._admitted.add(share)
+            return True
+
+    def finish(self, share: int, result: Any) -> None:
+        """Notes that a share's gradient has been added, and what it has brought back."""
+        with self._lock:
+            self.results[share] = result
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that comes from now on counts."""
+        return self.is_void or len(self.results) >= self.wanted
+
+
+class StepAttempts:
+    """The global steps of a strategy.
+
+    Attributes:
+        failures: How many steps an error has ended before their update.
+        overlapped: How many steps have begun from copies that came during the step before.
+    """
+
+    def __init__(self, backup_workers: int) -> None:
+        self.backup_workers = backup_workers
+        self.failures = self.overlapped = 0
+        self._stamps = itertools.count(1)
+        self._dropped: collections.Counter[int] = collections.Counter()
+        self._steps = self._logged = 0
+
+    def begin(self, shares: int, workers: int) -> Attempt:
+        wanted = max(1, min(shares, workers - self.backup_workers))
+        return Attempt(next(self._stamps), wanted)
+
+    def count(self, attempt: Attempt, shares: int) -> None:
+        """Counts the gradients, of so many shares, that a step has done without."""
+        self._steps += 1
+        self._dropped.update(share for share in range(shares) if share not in attempt.results)
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped.total()
+
+    def log_dropped(self) -> None:
+        """Logs how many gradients have been dropped, if there are more than the last time."""
+        if self.dropped == self._logged:
+            return
+        self._logged = self.dropped
+        of_workers = ", ".join(f"worker-{i}: {n}" for i, n in sorted(self._dropped.items()))
+        logger.info(
+            "%d gradients of %d steps came late and were dropped (%s); backup_workers=%d",
+            self.dropped,
+            self._steps,
+            of_workers,
+            self.backup_workers,
+        )
+
+
+# Choice of `overlap_steps="auto"`: some synchronous steps are measured, the first ones at least.
+#
+# 2 steps | 6 measured ─► links take a part of the step ─► 3 steps | 6 measured, overlapping
+#    ▲                 └► they do not: no overlap            └► the faster way stays
+#    └── steps take twice or half as long as then: links, or batches, are others now
+
+
+# Steps that trace functions, or that the copies of weights are not there for yet.
+_FIRST, _FIRST_OVERLAPPING = 2, 3
+_MEASURED = 6
+# Below that part of a step, or that many bytes a step and worker, nothing is to be gained.
+_PART, _BYTES = 0.25, 1 << 20
+_GAIN = 0.95
+# Steps that differ so much from those that decided are measured again.
+_CHANGE = 2.0
+
+
+class OverlapChoice:
+    """Whether steps overlap at present, `is_on`.
+
+    The argument says so, or is None if measured steps are to show it.
+    """
+
+    def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
+        self.is_on = bool(argument)
+        self._is_automatic = self._is_open = argument is None
+        self._totals, self._num_workers = totals, num_workers
+        self._seconds: list[float] = []
+        self._before = 0.0, 0
+        self._without = 0.0
+        self._decided = 0.0
+        # Doubled by a choice that is made again: what keeps changing is measured seldom.
+        self._patience = _MEASURED
+        self._choice: bool | None = None
+
+    def note(self, seconds: float | None) -> None:
+        """Notes how long a step took; None if a worker was missing from it.
+
+        Such a step never overlaps, and is longer for the others: what was measured before it does
+        not count.
+        """
+        if not self._is_automatic:
+            return
+        if seconds is None:
+            self._seconds.clear()
+            return
+        if not self._is_open:
+            self._watch(seconds)
+            return
+        first = _FIRST_OVERLAPPING if self.is_on else _FIRST
+        self._seconds.append(seconds)
+        if len(self._seconds) == first:
+            self._before = self._cost()
+        if len(self._seconds) < first + _MEASURED:
+            return
+        median = statistics.median(self._seconds[first:])
+        if self.is_on:
+            self._decide(
+                median < _GAIN * self._without,
+                min(median, self._without),
+                f"they take {1e3 * median:.0f} ms then, and {1e3 * self._without:.0f} ms else",
+            )
+            return
+        waited, sent = (after - before for after, before in zip(self._cost(), self._before))
+        part = waited / sum(self._seconds[first:]) / self._num_workers
+        sent /= _MEASURED * self._num_workers
+        if part < _PART or sent < _BYTES:
+            self._decide(
+                False,
+                median,
+                f"{part:.0%} of a step of {1e3 * median:.0f} ms is waiting for links, which carry "
+                f"{sent / 1e6:.2f} MB in it",
+            )
+            return
+        self._without, self.is_on, self._seconds = median, True, []
+
+    def _watch(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        if len(self._seconds) < self._patience:
+            return
+        median, self._seconds = statistics.median(self._seconds), []
+        if not self._decided / _CHANGE < median < self._decided * _CHANGE:
+            self.is_on, self._is_open = False, True
+            logger.info(
+                "steps take %.0f ms, no longer %.0f: whether they overlap is measured again",
+                1e3 * median,
+                1e3 * self._decided,
+            )
+
+    def _decide(self, is_on: bool, seconds: float, reason: str) -> None:
+        self._patience = 2 * self._patience if is_on == self._choice else _MEASURED
+        self.is_on = self._choice = is_on
+        self._is_open, self._seconds, self._decided = False, [], seconds
+        logger.info(
+            'steps %s: %s; overlap_steps="auto"', "overlap" if is_on else "do not overlap", reason
+        )
+
+    def _cost(self) -> tuple[float, int]:
+        return self._totals.seconds, sum(one.wire_bytes for one in self._totals.traffic())
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +219,6 @@ class StepContext:
         overlap: Whether a worker reads for its next training step before it has sent this one's.
         attempts: The global steps of `mode="sync"`.
         totals: Totals of the traffic counters, for `communication`.
-        times: Seconds of training steps by task.
         updating: Gradients accumulated on workers, and the schedule of sending them.
         steps_by_worker: Number of training steps of the present epoch by worker.
         functions: Functions of models with a method `drain`, whose steps may be under way.

@@ -39,7 +39,7 @@ from keras_psplus.parameter_server.tracing.worker_function import (
     is_on_ps,
 )
 from keras_psplus.parameter_server.transport import aggregation, dynamic_table
-from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.transport.pulls import parts_of
 from keras_psplus.parameter_server.worker_data import WorkerDataset
 from keras_psplus.tables import local
 from keras_psplus.tables.row_variable import is_keyed

@@ -29,7 +29,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import parameter_server_strategy_v2 as stock
 
 if TYPE_CHECKING:
-    from keras_psplus.parameter_server.transport.reads import Compressors
+    from keras_psplus.parameter_server.transport.pulls import Compressors
 
 _Creator: TypeAlias = Callable[..., tf.Variable]
 # The end of the path of an `Embedding`'s weights.
@@ -41,7 +41,6 @@ def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
 
     Args:
         devices: Full names of the cluster's GPUs.
-        workers: Numbers of the workers that are there.
 
     Raises:
         ValueError: If workers have unequal numbers of GPUs, or more than one.
@@ -111,7 +110,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         """Context for creating a Keras variable.
 
         Args:
-            name: Full path of the variable.
             kind: What it is, if it lives on the chief and goes with the closures, as for
                 `ClosureVariable`; else None.
         """

@@ -21,8 +21,8 @@ from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.state import WorkerVariable, WorkerVariables
 from keras_psplus.parameter_server.tracing import remote, traffic, worker_function
-from keras_psplus.parameter_server.transport import aggregation, reads
-from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.transport import aggregation, pulls
+from keras_psplus.parameter_server.transport.pulls import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 from keras_psplus.updates import LocalSGD, Updates
@@ -95,7 +95,7 @@ class LocalSGDRound:
         handles = {}
         for variables in (own.weights, own.averages, own.slots, own.counters):
             for variable in variables:
-                for part, copy in zip(reads.parts_of(variable), self._copies[id(variable)]):
+                for part, copy in zip(pulls.parts_of(variable), self._copies[id(variable)]):
                     handles[id(part)] = copy.handle
         return handles
 
@@ -112,13 +112,13 @@ class LocalSGDRound:
     def _pull(self, variables: Sequence[tf.Variable], compressors: Sequence[Any]) -> None:
         """Reads variables into their copies; small ones of one server come together."""
         asked = [
-            (part, compressor, reads.key_of(variable, compressor), copy)
+            (part, compressor, pulls.key_of(variable, compressor), copy)
             for variable, compressor in zip(variables, compressors)
-            for part, copy in zip(reads.parts_of(variable), self._copies[id(variable)])
+            for part, copy in zip(pulls.parts_of(variable), self._copies[id(variable)])
         ]
-        for places in reads.groups([part for part, *_ in asked]):
+        for places in pulls.groups([part for part, *_ in asked]):
             parts, compressors, keys, copies = zip(*(asked[place] for place in places))
-            for copy, value in zip(copies, reads.read_together(parts, compressors, keys)):
+            for copy, value in zip(copies, pulls.read_together(parts, compressors, keys)):
                 copy.assign(value)
 
     def step(self) -> None:
@@ -134,12 +134,12 @@ class LocalSGDRound:
         """Ends the round, and shows the servers the worker's slots."""
         tf.cond(self.count > 0, self._push, lambda: None)
         slots = self._variables.slots
-        targets = [part for slot in slots for part in reads.parts_of(slot)]
+        targets = [part for slot in slots for part in pulls.parts_of(slot)]
         values = [copy.read_value() for slot in slots for copy in self._copies[id(slot)]]
         arrived = remote.send_coalesced(values, [target.device for target in targets])
         for target, value in zip(targets, arrived):
             with tf.device(target.device):
-                change = (value - reads.raw_read(target)) / self._rounds.num_workers
+                change = (value - pulls.raw_read(target)) / self._rounds.num_workers
                 target.assign_add(change, read_value=False)
 
     def _push(self) -> None:
@@ -175,13 +175,13 @@ class LocalSGDRound:
 def _like(variable: tf.Variable, maker: WorkerVariables, name: str) -> list[WorkerVariable]:
     return [
         maker.variable(f"{name} part {i}", part.shape, part.dtype)
-        for i, part in enumerate(reads.parts_of(variable))
+        for i, part in enumerate(pulls.parts_of(variable))
     ]
 
 
 def _add(change: Any, variable: tf.Variable) -> None:
     parts = change if isinstance(change, ShardParts) else [change]
-    for part, target in zip(parts, reads.parts_of(variable), strict=True):
+    for part, target in zip(parts, pulls.parts_of(variable), strict=True):
         with tf.device(target.device):
             target.assign_add(part, read_value=False)
 

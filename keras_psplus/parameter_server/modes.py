@@ -19,7 +19,7 @@ from keras_psplus.core.graph.metrics import accumulates
 from keras_psplus.log import warn_once
 from keras_psplus.parameter_server import placement
 from keras_psplus.parameter_server.tracing.worker_function import is_on_ps
-from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.transport.pulls import parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardedVariable
 from keras_psplus.updates import Updates
 
@@ -28,7 +28,6 @@ class Mode(NamedTuple):
     """The checked arguments.
 
     Attributes:
-        is_sync: Whether workers take each step together.
         backup_workers: How many workers' gradients a step does without.
         max_staleness: How many steps a worker may be ahead of the slowest one, or None.
     """

@@ -132,21 +132,14 @@ class Placement:
         have, all_have = self._bytes[is_trained], self.bytes_on_ps
         return min(
             range(len(have)),
-            key=lambda ps: (
-                (have[ps] + size) / self.weights[ps],
-                all_have[ps] / self.weights[ps],
-            ),
+            key=lambda ps: ((have[ps] + size) / self.weights[ps], all_have[ps] / self.weights[ps]),
         )
 
     def add(self, ps: int, size: int, is_trained: bool) -> None:
         self._bytes[is_trained][ps] += size
 
     def cut(
-        self,
-        shape: Shape,
-        dtype: DType,
-        is_trained: bool,
-        is_table: bool = False,
+        self, shape: Shape, dtype: DType, is_trained: bool, is_table: bool = False
     ) -> list[Shard]:
         """Cuts a variable by rows so that all servers' bytes stay balanced.
 

@@ -17,22 +17,16 @@ from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.core.jobs import failure
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.scheduling import connecting, membership
+from keras_psplus.parameter_server.scheduling import membership
 from keras_psplus.parameter_server.scheduling.queue import ClosureQueue
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 
 def join_cluster(
-    resolver: Resolver | None,
-    mode: modes.Mode,
-    min_workers: int | None,
-    timeout: float,
+    resolver: Resolver | None, mode: modes.Mode, min_workers: int | None, timeout: float
 ) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
-
-    Args:
-        timeout: Seconds to wait.
 
     Returns:
         The resolver that describes the cluster, the chief's `TaskConfig` (None if a resolver was
@@ -87,10 +81,6 @@ def read_task() -> config.TaskConfig:
 class Servers:
     """The tasks that serve a chief: claimed, connected to, and greeted.
 
-    Args:
-        spec: Dict from jobs to lists of addresses.
-        absent: Numbers of the workers that are not there.
-
     Attributes:
         notifier: `ShutdownNotifier`, or None without a `TaskConfig`.
     """
@@ -105,7 +95,7 @@ class Servers:
         names = {config.task_name("worker", index) for index in absent}
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
-        connecting.connect(spec, protocol, absent)
+        membership.connect(spec, protocol, absent)
         if task is not None:
             failure.install_exit_hook()
             self.notifier = serving.ShutdownNotifier(self._lease.servers, but=names)

@@ -20,7 +20,7 @@ from keras_psplus.core.base import checks
 from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.parameter_server import modes, placement, startup
-from keras_psplus.parameter_server.context import StepContext
+from keras_psplus.parameter_server.context import OverlapChoice, StepAttempts, StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import ParameterServerExtended
 from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
@@ -28,10 +28,8 @@ from keras_psplus.parameter_server.scheduling import failure
 from keras_psplus.parameter_server.scheduling.failure import StallProbe
 from keras_psplus.parameter_server.scheduling.membership import Members
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.sync.automatic import OverlapChoice
-from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
 from keras_psplus.parameter_server.tracing import traffic
-from keras_psplus.parameter_server.transport.reads import Compressors
+from keras_psplus.parameter_server.transport.pulls import Compressors
 from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
 if TYPE_CHECKING:

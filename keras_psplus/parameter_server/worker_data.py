@@ -19,9 +19,8 @@ import tensorflow as tf
 
 from keras_psplus.datasets.shuffle_seeds import serialize
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.tracing import losses
-from keras_psplus.parameter_server.tracing.losses import is_of_worker
-from keras_psplus.parameter_server.tracing.remote import on_worker, to_chief
+from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker, to_chief
 from keras_psplus.parameter_server.tracing.worker_function import Batches, JoinedBatches
 from keras_psplus.tf_internals import data_distribute as distribute
 from keras_psplus.tf_internals import data_structure as structure
@@ -227,9 +226,6 @@ class WorkerDataset:
             FILE or DATA; None if each reads its own to its end.
         element_spec: Type specification that the batches of all of them meet.
         lost: Numbers of the workers that are not there, as they change.
-
-    Raises:
-        ValueError: If a dataset needs something of this process.
     """
 
     def __init__(
@@ -463,9 +459,9 @@ class _ShareReader:
             self._queue.changed.wait(RETRY_SECONDS)
 
     def _translated(self, error: BaseException) -> BaseException:
-        if not losses.is_of_step(error):
+        if not remote.is_of_step(error):
             return error
-        return losses.translate_error(
+        return remote.translate_error(
             error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
         )
 

@@ -7,9 +7,8 @@ import keras
 
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.replicas import Copies
-from keras_psplus.pipeline.split.splitter import Splitter
-from keras_psplus.pipeline.split.variables import Variables
-from keras_psplus.pipeline.step.stage_times import StageTimes
+from keras_psplus.pipeline.split.splitter import Splitter, Variables
+from keras_psplus.pipeline.step.times import StageTimes
 from keras_psplus.pipeline.traffic import PipelineTraffic
 from keras_psplus.tf_internals import context as tf_context
 

@@ -99,9 +99,6 @@ class Watch:
 
     A worker that hangs ends no call, so TensorFlow reports no error. The keepalive of its control
     channel finds that out.
-
-    Args:
-        timeout: Seconds for which a worker may not answer.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from keras_psplus import activation, compression
 from keras_psplus.arguments import flag, seconds, whole_number
-from keras_psplus.cluster import preflight, serving
+from keras_psplus.cluster import config, preflight, serving
 from keras_psplus.cluster.config import TaskConfig
+from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -21,7 +22,6 @@ from keras_psplus.core import plan
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
-from keras_psplus.pipeline import startup
 from keras_psplus.pipeline.base import schedule
 from keras_psplus.pipeline.base.stages import Stages
 from keras_psplus.pipeline.context import PipelineContext
@@ -29,10 +29,68 @@ from keras_psplus.pipeline.engine import PipelineEngine
 from keras_psplus.pipeline.extended import PipelineExtended
 from keras_psplus.pipeline.failure import StallProbe, Watch
 from keras_psplus.pipeline.replicas import Copies
-from keras_psplus.pipeline.split.splitter import Splitter
-from keras_psplus.pipeline.split.variables import Variables
-from keras_psplus.pipeline.step.stage_times import StageTimes
+from keras_psplus.pipeline.split.splitter import Splitter, Variables
+from keras_psplus.pipeline.step.times import StageTimes
 from keras_psplus.pipeline.traffic import PipelineTraffic
+
+
+def read_task() -> config.TaskConfig | None:
+    """Reads `TF_CONFIG`; None if there is none.
+
+    Raises:
+        ClusterConfigError: If it is not a cluster of a chief and workers.
+    """
+    task = find.find_task_config()
+    if task is None:
+        return None
+    find.refuse_evaluator("PipelineStrategy", task)
+    for job in ("chief", "worker"):
+        if job not in task.cluster:
+            raise config.ClusterConfigError(
+                f"PipelineStrategy needs at least one `{job}` task: a chief that runs the script, "
+                "and one worker for each stage, as `keras-psplus run --workers 2 --strategy "
+                f"pipeline` starts them. Received: {task.describe()}"
+            )
+    if "ps" in task.cluster:
+        raise config.ClusterConfigError(
+            "PipelineStrategy has no parameter servers: each stage's variables are on its worker. "
+            f"Leave `ps` out of TF_CONFIG (`--ps 0`). Received: {task.describe()}"
+        )
+    return task
+
+
+def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
+    """Serves until the chief has ended, and ends the process."""
+    serving.end_process_after(lambda: serving.serve(task, startup_timeout=startup_timeout))
+
+
+def local_devices() -> list[str]:
+    """Names of this process's devices that are stages: its GPUs, else its logical CPU devices.
+
+    For a plan without training, its CPU as often as there are to be stages.
+    """
+    request = plan.read()
+    if request is not None and request.stages is not None:
+        return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    job = "/job:localhost/replica:0/task:0"
+    return [
+        f"{job}/device:{tf.DeviceSpec.from_string(device.name).device_type}:{i}"
+        for i, device in enumerate(devices)
+    ]
+
+
+def device_of_worker(index: int, kind: str) -> str:
+    """Name of a worker's first device of a kind."""
+    return f"/job:worker/replica:0/task:{index}/device:{kind}:0"
+
+
+def devices_of_workers(count: int) -> list[str]:
+    """Names of the stages' devices: each worker's first GPU, or its CPU."""
+    names = {device.name for device in tf.config.list_logical_devices()}
+    gpus = [device_of_worker(i, "GPU") for i in range(count)]
+    return [gpu if gpu in names else device_of_worker(i, "CPU") for i, gpu in enumerate(gpus)]
+
 
 # Checks of `PipelineStrategy`'s own arguments.
 
@@ -49,11 +107,7 @@ _FOR_GRADIENTS = (
 
 
 def check_stages(stages: Any) -> list[list[str]] | None:
-    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Returns the patterns of each stage's layers; None for `"auto"` and `"flops"`."""
     if isinstance(stages, str) and stages in ("auto", "flops"):
         return None
     is_list = isinstance(stages, (list, tuple)) and len(stages) > 0
@@ -72,15 +126,7 @@ def check_stages(stages: Any) -> list[list[str]] | None:
 
 
 def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
-    """Sees that there is a worker or a device for each stage of each pipeline.
-
-    Args:
-        patterns: What `check_stages` has returned.
-        count: Number of workers or devices.
-
-    Raises:
-        ValueError: If there is not.
-    """
+    """Sees that there is a worker or a device for each stage of each pipeline."""
     if count % pipelines:
         few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
         fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"
@@ -256,15 +302,15 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
-        self._task = startup.read_task()
+        self._task = read_task()
         self._chief: serving.ShutdownNotifier | None = None
         if self._task is None:
-            devices, host = startup.local_devices(), "/CPU:0"
+            devices, host = local_devices(), "/CPU:0"
             check_count(patterns, len(devices), pipelines)
         else:
             check_count(patterns, len(self._task.cluster["worker"]), pipelines)
             if self._task.task_type == "worker":
-                startup.serve_and_exit(self._task, startup_timeout)
+                serve_and_exit(self._task, startup_timeout)
             tuning.tune()
             tuning.hide_gpus()
             preflight.wait_for_cluster(
@@ -309,7 +355,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         self._chief = serving.ShutdownNotifier(
             {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
-        return startup.devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
+        return devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
 
     @property
     def num_stages(self) -> int:

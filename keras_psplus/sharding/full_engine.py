@@ -19,7 +19,7 @@ from keras_psplus.core.models.building import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
-from keras_psplus.sharding.units.gathering import Units
+from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.variable import ShareVariable, in_update
 from keras_psplus.sharding.weight import WeightShare, WholeWeight
 

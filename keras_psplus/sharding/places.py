@@ -49,7 +49,9 @@ class AxisCut(NamedTuple):
 
 
 class PieceCut(NamedTuple):
-    """Layout of a tensor whose parts along an axis of a mesh are cut along the other.
+    """Layout of a tensor that is cut along both axes of a mesh.
+
+    Its parts along one are in pieces along the other.
 
     Of a mesh with `columns` columns, and a row for each piece of a part, workers are in the order
     of columns. With two of each:

@@ -258,7 +258,7 @@ class TensorVariable(WrittenVariable):
 
 @dataclasses.dataclass(frozen=True)
 class PartAlongAxis:
-    """A worker's part of a weight that a mesh's rows cut, as a variable to exchange parts of."""
+    """A worker's part of a weight along an axis, as a variable of its own."""
 
     path: str
     shape: tf.TensorShape
@@ -267,7 +267,7 @@ class PartAlongAxis:
 
 
 def on_worker(variable: keras.Variable) -> keras.Variable | PartAlongAxis:
-    """All that a worker keeps of a variable: the whole, or its part along an axis of a mesh."""
+    """A variable as a worker keeps it: whole, or its part along an axis."""
     value = variable._value
     if not hasattr(value, "local_shape"):
         return variable

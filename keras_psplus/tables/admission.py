@@ -5,9 +5,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.tables import policies
+from keras_psplus.tables.chunks import MOST_ROWS, ChunkedRows, places_of
+from keras_psplus.tables.index import FREQUENCY, LAST, SEEN, KeyRows
 from keras_psplus.tables.keys import BLOCKS, FREE, blocks_of, mix, mixed, streams, uniform
-from keras_psplus.tables.rows.chunks import MOST_ROWS, ChunkedRows, places_of
-from keras_psplus.tables.rows.index import FREQUENCY, LAST, SEEN, KeyRows
 
 # Expiry of rows, in a bounded time at each step.
 #
@@ -168,7 +168,6 @@ class Admission:
 
     Args:
         config: Configuration of a policy, or None.
-        name: Name of the table, for messages.
 
     Attributes:
         candidates: `KeyRows` of keys that have no row yet, or None.

@@ -19,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.files import tables
+from keras_psplus.tables.chunks import Part
+from keras_psplus.tables.index import KeyRows
 from keras_psplus.tables.keys import BLOCKS, owners_of
-from keras_psplus.tables.rows.chunks import Part
-from keras_psplus.tables.rows.index import KeyRows
 from keras_psplus.tables.snapshot import KEY
 from keras_psplus.tables.store import RowStore
 
@@ -40,7 +40,6 @@ class Capture:
     The moment is that at which this is made. `close` must be called.
 
     Args:
-        key: The table's number in the files.
         since: `mark` of the capture whose changes since are wanted; None for all rows.
         freeze: As `store.freeze`, with nothing else going on.
         reads: As `FrozenRows.read` of rows and of candidates, with nothing else going on.
@@ -120,9 +119,7 @@ def load(
         store: Its rows, which are replaced.
         chains: Of each server that has written, in their order, the paths of its files, the oldest
             first.
-        key: The table's number in the files.
         slots: How many of the optimizer's variables to read.
-        servers: Number of servers now.
         progress: Function that is called after every part.
 
     Raises:

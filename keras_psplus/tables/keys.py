@@ -26,7 +26,6 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
 
     Args:
         ids: Tensor of integers or strings.
-        name: Name of the layer, for messages.
 
     Returns:
         int64 tensor of the same shape.
@@ -170,7 +169,6 @@ def maker(initializer: dict[str, Any], dim: int) -> _Maker:
     """Function that makes the rows of an int64 vector of keys.
 
     Args:
-        initializer: What `check_initializer` has returned.
         dim: Numbers in a row.
     """
     make, config, seed = _MAKERS[initializer["kind"]], initializer["config"], initializer["seed"]

@@ -14,13 +14,13 @@ import tensorflow as tf
 from keras_psplus.engine import Engine
 from keras_psplus.tables import files
 from keras_psplus.tables import snapshot as changes
-from keras_psplus.tables.row_variable import Checkpointed, KeyedVariable, is_keyed, with_gradient
-from keras_psplus.tables.rows.row_optimizer import (
+from keras_psplus.tables.row_optimizer import (
     check_elementwise,
     config_of,
     scalars_of,
     weight_decay_of,
 )
+from keras_psplus.tables.row_variable import Checkpointed, KeyedVariable, is_keyed, with_gradient
 from keras_psplus.tables.snapshot import Changes, Contents, Snapshot, in_chunks
 from keras_psplus.tables.store import RowStore
 from keras_psplus.tf_internals import resource_variable_ops
@@ -106,11 +106,7 @@ class LocalTable(Checkpointed, CompositeVariable):
     def set_optimizer(
         self, optimizer: keras.optimizers.Optimizer, weight_decay: float | None
     ) -> None:
-        """Gives the table the optimizer that updates it from now on.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Gives the table the optimizer that updates it from now on."""
         if self.optimizer is optimizer:
             return
         # Also where a step that is traced builds it.

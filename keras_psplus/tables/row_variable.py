@@ -126,7 +126,6 @@ class KeyedVariable(keras.Variable):
     rows, in the order of their keys.
 
     Args:
-        make: Function of this variable that makes its value.
         dim: Numbers in a row.
     """
 
@@ -167,9 +166,6 @@ class KeyedVariable(keras.Variable):
 
         Those that `numpy` has returned bring their keys where there are others by now; slots of the
         optimizer begin again then.
-
-        Raises:
-            ValueError: If there are not as many rows as keys.
         """
         if not is_keyed(self):
             return super().assign(value)

@@ -58,11 +58,7 @@ class Snapshot:
 
     @staticmethod
     def of_arrays(arrays: Mapping[str, Any], dim: int, name: str) -> Snapshot:
-        """Reads what `arrays` has made.
-
-        Raises:
-            ValueError: If the arrays are those of another table.
-        """
+        """Reads what `arrays` has made."""
         names = "keys", "frequency", "last_step", "last_seconds"
         missing = [n for n in (*names, "rows", "steps", "candidates", "filter") if n not in arrays]
         rows = None if missing else np.asarray(arrays["rows"], np.float32)

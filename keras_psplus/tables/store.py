@@ -15,10 +15,10 @@ import tensorflow as tf
 from keras_psplus.tables import admission, snapshot
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.admission import Clock, Expiry
+from keras_psplus.tables.chunks import ChunkedRows, places_of, traced_once
+from keras_psplus.tables.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
 from keras_psplus.tables.keys import FREE
-from keras_psplus.tables.rows.chunks import ChunkedRows, places_of, traced_once
-from keras_psplus.tables.rows.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
-from keras_psplus.tables.rows.row_optimizer import OptimizerTurns, RowOptimizer
+from keras_psplus.tables.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
 _INT, _LONG = tf.int32, tf.int64
@@ -32,7 +32,6 @@ class RowStore:
 
     Args:
         spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
-        servers: Number of servers that share the keys.
     """
 
     def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
@@ -92,7 +91,6 @@ class RowStore:
 
         Args:
             keys: int64 vector.
-            trains: Whether a step trains with them.
         """
         rows = self._expiry.living(self.key_rows, self.key_rows.index.find(hashes_of(keys)))
         values = self.weights.sparse_read(tf.maximum(rows, 0))
@@ -125,7 +123,6 @@ class RowStore:
             keys: int64 vector of distinct keys.
             gradient: float32 tensor of shape `(len(keys), dim)`.
             learning_rate: float32 scalar.
-            scalars: As for `RowOptimizer.apply`.
             iterations: int64 scalar: updates before this one.
 
         Returns:

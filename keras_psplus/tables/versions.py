@@ -393,9 +393,6 @@ class VersionWriter:
 
     Args:
         specs: What each table's `RowStore` takes, by names.
-
-    Raises:
-        ValueError: If other tables are published there.
     """
 
     def __init__(self, folder: str, specs: Mapping[str, dict[str, Any]]) -> None:

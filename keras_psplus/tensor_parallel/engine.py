@@ -24,7 +24,7 @@ from keras_psplus.sharding.plan import reason_for_wholes
 from keras_psplus.sharding.variable import ParameterPart, in_update
 from keras_psplus.sharding.weight import WholeWeight
 from keras_psplus.tensor_parallel import plan, rules
-from keras_psplus.tensor_parallel.late_gathers import LocalPart, part_of
+from keras_psplus.tensor_parallel.group import LocalPart, part_of
 from keras_psplus.tensor_parallel.layer_calls import LayerCalls
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 

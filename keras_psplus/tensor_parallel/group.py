@@ -8,19 +8,132 @@ gradients, too.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.tensor_parallel import vectorized
-from keras_psplus.tensor_parallel.late_gathers import LateGathers, LocalPart
 from keras_psplus.tf_internals import framework_ops, record
+from keras_psplus.tf_internals.trace_end import call_at_end
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
+
+# `tf.vectorized_map`, `keras.ops.vectorized_map`, `tape.jacobian` and `tape.batch_jacobian` trace
+# one iteration and rewrite its operations, of which collectives are none that TensorFlow knows.
+# This is the name scope of its parallel_for/control_flow_ops.py.
+_SCOPE = re.compile(r"(^|/)loop_body(_\d+)?(/|$)")
+
+
+def is_vectorized() -> bool:
+    """Whether an iteration of such a loop is being traced."""
+    return not tf.executing_eagerly() and bool(_SCOPE.search(tf.get_current_name_scope()))
+
+
+def check_not_vectorized(what: str) -> None:
+    """Raises an error where an exchange would become part of such a loop."""
+    if is_vectorized():
+        raise NotImplementedError(
+            "With weights in parts, what is computed through them cannot be vectorized: workers "
+            "exchange values on the way. Give `tape.jacobian` and `tape.batch_jacobian` "
+            "`experimental_use_pfor=False`, take a loop in the place of `vectorized_map`, or use "
+            f'MultiWorkerMirroredStrategy(shard="all"). Received: {what} in a vectorized loop'
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class LocalPart:
+    """This worker's part of a whole tensor.
+
+    Attributes:
+        axis: Axis along which the whole is cut.
+        has_loss: Whether a loss is computed of parts, and needs no whole.
+    """
+
+    tensor: tf.Tensor
+    axis: int
+    has_loss: bool = False
+
+
+def part_of(whole: Any, axis: int) -> tf.Tensor | None:
+    """The part along an axis that a whole tensor was gathered from, or None."""
+    found = getattr(whole, "_local_part", None)
+    return found.tensor if found is not None and found.axis == axis % whole.shape.rank else None
+
+
+class LateGathers:
+    """Wholes of one graph, each with what stands for it until the trace ends.
+
+    Args:
+        gather: Function of a part and an axis that returns the whole.
+        note: Function that is called with a whole whose loss is computed of parts, and the name
+            of an operation for which it is gathered all the same.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        gather: Callable[[tf.Tensor, int], tf.Tensor],
+        note: Callable[[tf.Tensor, str], None],
+    ) -> None:
+        self._graph, self._gather, self._note = graph, gather, note
+        # By operations that stand for wholes.
+        self._waiting: dict[tf.Operation, tuple[tf.Tensor, LocalPart]] = {}
+        # Last of all: other functions of the end may still use wholes.
+        call_at_end(graph, lambda _: call_at_end(graph, self._end))
+
+    def add(self, whole: tf.Tensor, stand_in: tf.Operation, part: LocalPart) -> None:
+        """Adds a whole, what stands for it, and the part to gather it from."""
+        self._waiting[stand_in] = whole, part
+
+    def _end(self, outputs: Sequence[Any]) -> None:
+        waiting, self._waiting = self._waiting, {}
+        parts = {stand_in: part.tensor for stand_in, (_, part) in waiting.items()}
+        used = _used(self._graph, outputs, parts)
+        for stand_in, (whole, part) in waiting.items():
+            if stand_in in used:
+                if part.has_loss:
+                    users = (op.name for op in whole.consumers() if op in used)
+                    self._note(whole, next(users, whole.op.name))
+                stand_in._update_input(0, self._gather(part.tensor, part.axis))
+
+
+def _used(
+    graph: Any, outputs: Sequence[Any], parts: dict[tf.Operation, tf.Tensor]
+) -> set[tf.Operation]:
+    """Operations of whose values the graph's outputs or its state depend.
+
+    Args:
+        parts: By operations that stand for wholes, parts on which these will depend.
+    """
+    pending = [op for op in graph.get_operations() if op.op_def.is_stateful]
+    pending += [one.op for one in outputs if isinstance(one, tf.Tensor)]
+    used: set[tf.Operation] = set()
+    while pending:
+        op = pending.pop()
+        if op in used:
+            continue
+        used.add(op)
+        if op in parts:
+            pending.append(parts[op].op)
+        # The shape of a whole is known without it.
+        elif op.type != "Shape" or not _stands_for_whole(op.inputs[0], parts):
+            pending.extend(one.op for one in op.inputs)
+            pending.extend(op.control_inputs)
+    return used
+
+
+def _stands_for_whole(tensor: tf.Tensor, parts: dict[tf.Operation, tf.Tensor]) -> bool:
+    while tensor.op.type in ("Identity", "IdentityN"):
+        if tensor.op in parts:
+            return True
+        tensor = tensor.op.inputs[tensor.value_index]
+    return False
 
 
 class ModelGroup:
@@ -62,7 +175,7 @@ class ModelGroup:
         It is gathered at the end of the trace, if anything but its shape is used by then: what asks
         for the part needs no gathering, and TensorFlow would run one that nothing uses.
         """
-        vectorized.check_not_here("a tensor in parts")
+        check_not_vectorized("a tensor in parts")
         axis %= local.shape.rank
         made: list[tf.Tensor] = []
 
@@ -133,7 +246,7 @@ class ModelGroup:
 
     def reduce(self, partial: tf.Tensor) -> tf.Tensor:
         """Sum of the workers' tensors, without a gradient."""
-        vectorized.check_not_here("a sum")
+        check_not_vectorized("a sum")
         wide = tf.float32 if partial.dtype.size == 2 else partial.dtype
         if self.size == 2:
             # As many bytes as around a ring, in half as many messages.
@@ -148,7 +261,7 @@ class ModelGroup:
         return tf.concat(tf.unstack(self._stacked(local), self.size), axis)
 
     def _stacked(self, tensor: tf.Tensor) -> tf.Tensor:
-        vectorized.check_not_here("a tensor in parts")
+        check_not_vectorized("a tensor in parts")
         if tensor.dtype == tf.bfloat16:
             # Of which the kernel does not know: bits are gathered.
             return tf.bitcast(self._stacked(tf.bitcast(tensor, tf.float16)), tf.bfloat16)
@@ -178,7 +291,6 @@ def _linear(
     """The value of a linear function, with its gradient.
 
     Args:
-        forward: The function.
         backward: Function of the value's gradient that returns the tensor's.
         again: The function with its gradient, for what a `tf.autodiff.ForwardAccumulator` asks.
         tensor: What it is computed of.
@@ -202,3 +314,67 @@ def _linear(
         forward_function=lambda tangent: [again(tangent)],
     )
     return result
+
+
+_ELEMENTWISE = frozenset(
+    "celu elu exponential gelu gelu_approximate hard_shrink hard_sigmoid hard_silu hard_swish "
+    "hard_tanh leaky_relu linear log_sigmoid mish quick_gelu relu relu6 selu sigmoid silu "
+    "soft_shrink softplus softsign sparse_plus sparse_sigmoid squareplus swish tanh tanh_shrink "
+    "threshold".split()
+)
+_PACKAGES = ("keras", "keras_hub")
+
+
+def is_elementwise(activation: Any) -> bool:
+    """Whether an activation is known to compute each element by itself."""
+    if activation is None:
+        return True
+    package = str(getattr(activation, "__module__", "")).partition(".")[0]
+    return package in _PACKAGES and getattr(activation, "__name__", "") in _ELEMENTWISE
+
+
+class Regions:
+    """Parts of a step in which tensors are local, or weights whole.
+
+    Attributes:
+        are_local: Whether cut kernels compute local parts and summands, as inside of attention by
+            heads, and no worker talks to another.
+        are_whole: Whether inner layers are called with gathered weights.
+    """
+
+    def __init__(self) -> None:
+        self.are_local = self.are_whole = False
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Context in which what cut kernels take and compute stays local."""
+        outer, self.are_local = self.are_local, True
+        try:
+            yield
+        finally:
+            self.are_local = outer
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which inner layers are called as in one process."""
+        outer, self.are_whole = self.are_whole, True
+        try:
+            yield
+        finally:
+            self.are_whole = outer
+
+    def enter(self, whole: Any, group: ModelGroup) -> tf.Tensor:
+        """A whole tensor that each worker multiplies by its part of a kernel."""
+        return whole if self.are_local else group.enter(whole)
+
+    def finish(self, local: Any, axis: int, activation: Any, group: ModelGroup) -> Any:
+        """Output of a layer of a local tensor: its activation, and the whole of it.
+
+        Args:
+            axis: Axis along which it is cut.
+            activation: The layer's activation, or None.
+        """
+        if is_elementwise(activation):
+            local = local if activation is None else activation(local)
+            return local if self.are_local else group.stack(local, axis)
+        return activation(group.stack(local, axis))

@@ -13,12 +13,15 @@ import tensorflow as tf
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
-from keras_psplus.sharding.units.functions import reaches
-from keras_psplus.sharding.units.xla_reads import function_here, given_by_calls
-from keras_psplus.tensor_parallel import rules, vectorized
-from keras_psplus.tensor_parallel.group import ModelGroup
-from keras_psplus.tensor_parallel.late_gathers import part_of
-from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
+from keras_psplus.sharding.units import function_here, given_by_calls, reaches
+from keras_psplus.tensor_parallel import rules
+from keras_psplus.tensor_parallel.group import (
+    ModelGroup,
+    Regions,
+    is_elementwise,
+    is_vectorized,
+    part_of,
+)
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 from keras_psplus.tf_internals import framework_ops, resource_variable_ops
 
@@ -169,7 +172,7 @@ class LayerCalls:
 def _is_in_loop_or_branch(home: Any) -> bool:
     """Whether a graph's loop or branch is traced, or a loop that TensorFlow vectorizes."""
     graph = framework_ops.get_default_graph()
-    return vectorized.is_here() or graph is not home and reaches(home)
+    return is_vectorized() or graph is not home and reaches(home)
 
 
 @contextlib.contextmanager

@@ -162,11 +162,7 @@ class Grid(NamedTuple):
         return tuple(row[place] for row in self.rows)
 
     def groups_of_rows(self, topology: Topology) -> Topology:
-        """Groups of the numbers of rows, of a topology whose groups have whole rows.
-
-        Raises:
-            ValueError: If a group has a part of a row.
-        """
+        """Groups of the numbers of rows, of a topology whose groups have whole rows."""
         groups = []
         for group in topology.groups:
             numbers = tuple(i for i, row in enumerate(self.rows) if set(row) <= set(group))
@@ -185,13 +181,8 @@ def grid_of(
     """Places a cluster's workers on a mesh.
 
     Args:
-        mesh: The mesh, of one axis or two.
         batch_dim_name: Axis along which batches are divided; None for the first of two, and for
             none of a single axis.
-        workers: Names of the workers, in rank order.
-
-    Raises:
-        ValueError: If they do not fit.
     """
     names, received = list(mesh.axis_names), f"mesh={mesh}"
     if len(names) > 2:

@@ -48,7 +48,7 @@ class CutPlan(OptimizerPlan):
 
 
 class PiecePlan(CutPlan):
-    """Places of optimizer state: in pieces along columns of the mesh, or whole on every worker.
+    """Places of optimizer state: in pieces along columns, or whole on every worker.
 
     Args:
         optimizer: A Keras optimizer that is built.
@@ -96,11 +96,7 @@ class Layouts:
         self.along_batches: set[str] = set()
 
     def axis_of(self, path: str, shape: Sequence[int]) -> int | None:
-        """Axis along which a weight is cut; None if it is on every worker.
-
-        Raises:
-            ValueError: If its layout does not fit it.
-        """
+        """Axis along which a weight is cut; None if it is on every worker."""
         layout = self._map[path]
         if layout is None:
             return None
@@ -124,14 +120,7 @@ class Layouts:
         return axis
 
     def check_used(self, paths: Iterable[str]) -> list[str]:
-        """Patterns for weights that match none.
-
-        Args:
-            paths: Paths of all weights.
-
-        Raises:
-            ValueError: If no pattern matches any.
-        """
+        """Patterns for weights that match none."""
         paths = list(paths)
         patterns = [key for key in self._map if not key.endswith("/output")]
         unused = [key for key in patterns if not any(_matches(key, path) for path in paths)]

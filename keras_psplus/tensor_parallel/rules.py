@@ -12,9 +12,13 @@ import tensorflow as tf
 
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import backend, ops, set_keras_mask
-from keras_psplus.tensor_parallel.group import ModelGroup
-from keras_psplus.tensor_parallel.late_gathers import LocalPart, part_of
-from keras_psplus.tensor_parallel.regions import Regions, is_elementwise
+from keras_psplus.tensor_parallel.group import (
+    LocalPart,
+    ModelGroup,
+    Regions,
+    is_elementwise,
+    part_of,
+)
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 
 # Layers that multiply by a cut kernel: Dense and EinsumDense.

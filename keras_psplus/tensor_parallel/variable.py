@@ -24,7 +24,6 @@ class CutWeight(PartOfWeight):
     Args:
         read: Function of a weight that returns the whole of it, in the graph of a step.
         split: Function of a whole tensor and an axis that returns this worker's part.
-        variable: The Keras variable whose value this is.
         parts: Number of parts.
     """
 

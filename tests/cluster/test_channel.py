@@ -33,7 +33,7 @@ from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.handshake import Listener, PeerIdentity
 from keras_psplus.cluster.ports import control_address, free_ports
 from keras_psplus.errors import ClusterStartupError
-from keras_psplus.hybrid.rpc.servers import ControlLink
+from keras_psplus.hybrid.servers import ControlLink
 from tests.cluster import certificates
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes, wait_for
 from tests.support.tables import for_each

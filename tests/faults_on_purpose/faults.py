@@ -111,7 +111,7 @@ FAULTS = (
     Fault(
         "a lost worker's gradient twice",
         "a share that is computed again after a loss is added to what was there",
-        "parameter_server/sync/step_attempts.py",
+        "parameter_server/context.py",
         "            if share in self._admitted:\n                self.is_void = True\n",
         "",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
@@ -252,7 +252,7 @@ FAULTS = (
     Fault(
         "a stale copy of the weights",
         "steps that overlap go on from copies after the script has set weights",
-        "parameter_server/sync/step_update.py",
+        "parameter_server/sync/sync_steps.py",
         "        return writes.count, self._context.extended.worker_states.losses\n",
         "        return 0, self._context.extended.worker_states.losses\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),

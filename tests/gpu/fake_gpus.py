@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives.operations import Launcher
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.pipeline import startup
+from keras_psplus.pipeline import strategy
 
 _JOB = "/job:localhost/replica:0/task:0"
 _list_logical_devices = tf.config.list_logical_devices
@@ -45,7 +45,7 @@ def install(most, workers):
         (MultiWorkerMirroredExtended, "_initialize_local_devices", local_devices),
         (MultiWorkerMirroredExtended, "fetches_to_devices", True),
         (Launcher, "_on_cpu", property(lambda launcher: not is_gpu(_spec(launcher._device)))),
-        (startup, "local_devices", lambda: _names(_JOB)),
+        (strategy, "local_devices", lambda: _names(_JOB)),
     ):
         # Unlike an assignment, it minds that there is such a name.
         mock.patch.object(owner, name, value).start()

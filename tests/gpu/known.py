@@ -36,13 +36,14 @@ class Known(typing.NamedTuple):
         )
 
 
+_RPC = "hybrid/calls.py *", "hybrid/servers.py *"
 _RANGE_CHECK = "hybrid/tables/prefetch.py check_range", "hybrid/tables/prefetch.py text"
 KNOWN = [
     Known(
         "the time is read on the host; it waits for control edges only, and nothing waits for it",
         (NO_KERNEL,),
         ("Timestamp",),
-        ("core/batch/replica_step.py *", "hybrid/rpc/*"),
+        ("core/batch/replica_step.py *", *_RPC),
     ),
     Known(
         "names and error messages of calls to servers are text, which is always on the host",
@@ -58,19 +59,19 @@ KNOWN = [
         "Python looks after servers that do not answer: once a call has failed",
         (NO_KERNEL,),
         ("PyFunc",),
-        ("hybrid/rpc/*",),
+        _RPC,
     ),
     Known(
         "ids and rows of tables cross to the servers, as they must",
         (COPY, INT32, WAIT),
         ("EnsureShape", "Identity", "If", "RpcCall", "While"),
-        ("hybrid/rpc/*",),
+        _RPC,
     ),
     Known(
         "the host checks ids before it asks servers for their rows, and whether they have answered",
         (WAIT, EDGES),
         ("Assert", "DeleteRpcFutureResource", "Pack", "StatelessIf"),
-        ("hybrid/extended.py *", "hybrid/rpc/*", *_RANGE_CHECK),
+        ("hybrid/extended.py *", *_RPC, *_RANGE_CHECK),
     ),
     Known(
         "ids are copied in the step with tables: it is the host that needs them",

@@ -11,7 +11,7 @@ import keras_psplus as psp
 from keras_psplus.hybrid.tables import row_cache
 from keras_psplus.hybrid.tables.placement import TablePlacer
 from keras_psplus.hybrid.tables.row_cache import HotRows
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from tests.hybrid.dynamic_cases import ALONE
 from tests.hybrid.models import embedding, initializer, is_alone
 from tests.hybrid.traffic import Traffic, rows_of

@@ -11,12 +11,12 @@ import keras_psplus as psp
 from keras_psplus.errors import TableServerError
 from keras_psplus.files import tables
 from keras_psplus.files.tables import read_list, stems_of, write_list
-from keras_psplus.hybrid.files import saving
+from keras_psplus.hybrid import saving
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.tables import policies, snapshot
-from keras_psplus.tables.rows.chunks import FrozenRows
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.chunks import FrozenRows
+from keras_psplus.tables.row_optimizer import config_of
 from keras_psplus.tables.store import RowStore
 from tests.tables.test_files import SLOTS, state
 from tests.tables.test_store import DIM, INITIALIZER, Servers

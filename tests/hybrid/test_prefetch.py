@@ -19,7 +19,7 @@ from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid import rows as subgraph
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.hybrid.tables import prefetch
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from tests.faults.at_batch import AtBatch
 from tests.hybrid.models import (
     BATCH,

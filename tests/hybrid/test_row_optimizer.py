@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.tables.rows.row_optimizer import (
+from keras_psplus.tables.row_optimizer import (
     RowOptimizer,
     check_elementwise,
     config_of,

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.shard import TableShard
 from keras_psplus.tables import keys
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 
 ROWS, DIM = 12, 3
 # Sums of numbers of so many sizes have other bits in another order.

@@ -19,7 +19,7 @@ from keras_psplus.files.tables import LIST, read_list, rows_of, write_list
 from keras_psplus.hybrid import TableFiles
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import TableShard
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 
 ROWS, DIM, STEM = 37, 3, "tables-1"
 NAMES = "users/embeddings", "items/embeddings"

@@ -17,14 +17,14 @@ from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import read_list
-from keras_psplus.hybrid.files import saving
-from keras_psplus.hybrid.rpc import servers as servers_module
-from keras_psplus.hybrid.rpc.servers import ControlLink, Servers
+from keras_psplus.hybrid import saving
+from keras_psplus.hybrid import servers as servers_module
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.table_server import Folders, TableServer
+from keras_psplus.hybrid.servers import ControlLink, Servers
 from keras_psplus.hybrid.tables.table import Table, pull, push
 from keras_psplus.tables import keys
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from tests.hybrid import stranger
 
 SECRET, AGREED = Secret("token"), "agreed"

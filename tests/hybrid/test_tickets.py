@@ -1,6 +1,6 @@
 """Numbers of requests to table servers: what comes twice is done once, and nothing piles up."""
 
-from keras_psplus.hybrid.rpc.tickets import TicketBook, Tickets
+from keras_psplus.hybrid.servers import TicketBook, Tickets
 
 
 def test_a_server_keeps_the_last_request_of_each_client_only():

@@ -36,12 +36,11 @@ def options(
     import tensorflow as tf
 
     from keras_psplus.parameter_server import modes
+    from keras_psplus.parameter_server.context import OverlapChoice, StepAttempts
     from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
     from keras_psplus.parameter_server.placement import Placement
-    from keras_psplus.parameter_server.sync.automatic import OverlapChoice
-    from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
     from keras_psplus.parameter_server.tracing import worker_function
-    from keras_psplus.parameter_server.transport.reads import Compressors
+    from keras_psplus.parameter_server.transport.pulls import Compressors
     from keras_psplus.parameter_server.worker_updates import WorkerUpdates
 
     context, extended = strategy._context, strategy.extended

@@ -9,7 +9,7 @@ import keras_psplus as psp
 from keras_psplus import compression, updates
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.transport.reads import Compressors
+from keras_psplus.parameter_server.transport.pulls import Compressors
 from tests.support.tables import for_each
 
 # Two workers; in a server, the constructor would not return.

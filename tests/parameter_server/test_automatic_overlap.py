@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from keras_psplus.parameter_server.sync.automatic import OverlapChoice
+from keras_psplus.parameter_server.context import OverlapChoice
 from tests.support.tables import for_each
 
 WORKERS = 2

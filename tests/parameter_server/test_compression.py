@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.parameter_server.transport import reads
-from keras_psplus.parameter_server.transport.reads import Compressors
+from keras_psplus.parameter_server.transport import pulls
+from keras_psplus.parameter_server.transport.pulls import Compressors
 from tests.parameter_server import compression_cases as cases
 from tests.support.cluster import run
 from tests.support.tables import for_each
@@ -84,4 +84,4 @@ def test_read_values_keep_no_state():
             return tf.zeros(shape)
 
     with tf.Graph().as_default(), pytest.raises(ValueError, match="cannot keep a state"):
-        reads.read_together([tf.Variable(tf.zeros([64, 64]))], [Stateful()], [("", "pull", None)])
+        pulls.read_together([tf.Variable(tf.zeros([64, 64]))], [Stateful()], [("", "pull", None)])

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.scheduling.clocks import Clocks
-from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue
+from keras_psplus.parameter_server.context import Attempt, StepAttempts
+from keras_psplus.parameter_server.scheduling.queue import Clocks, Closure, ClosureQueue
 from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.sync.step_attempts import Attempt, StepAttempts
 from keras_psplus.parameter_server.sync.sync_steps import split
 from tests.support.tables import for_each
 

@@ -5,9 +5,9 @@ import types
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.parameter_server.context import StepAttempts
 from keras_psplus.parameter_server.steps.logs import ClosureTotals
-from keras_psplus.parameter_server.sync.step_attempts import StepAttempts
-from keras_psplus.parameter_server.sync.step_update import StepUpdates
+from keras_psplus.parameter_server.sync.sync_steps import StepUpdates
 from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, writes
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.sync import automatic
+from keras_psplus.parameter_server import context
 from tests.parameter_server.options import options
 from tests.support.cluster import equals_one_process
 from tests.support.tiers import extended
@@ -73,7 +73,7 @@ def overlapped_steps(strategy):
 
 def first_steps_are_measured_with_and_without(strategy):
     """As with `overlap_steps="auto"`, on links of which any may be worth it."""
-    part, least = (mock.patch.object(automatic, name, 0) for name in ("_PART", "_BYTES"))
+    part, least = (mock.patch.object(context, name, 0) for name in ("_PART", "_BYTES"))
     with options(strategy, overlap=None), part, least:
         # Eight steps come before those that overlap, of which an epoch's first does not.
         return trained(strategy, epochs=3, overlapped=range(4, 3 * STEPS - 7)), {}

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.pipeline import startup
+from keras_psplus.pipeline import strategy
 from tests import references
 from tests.pipeline.models import CPU, train
 
@@ -16,7 +16,7 @@ def pipeline(monkeypatch):
 
     def make(count=2, **options):
         devices = [CPU] * count * options.get("pipelines", 1)
-        monkeypatch.setattr(startup, "local_devices", lambda: devices)
+        monkeypatch.setattr(strategy, "local_devices", lambda: devices)
         return psp.PipelineStrategy(**options)
 
     return make

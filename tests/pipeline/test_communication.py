@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.pipeline import startup
+from keras_psplus.pipeline import strategy as pipeline_strategy
 from tests.support.cluster import makes_scope, run
 
 pytestmark = pytest.mark.processes
@@ -40,8 +40,8 @@ OUTPUTS = ROWS // 2 * CLASSES * 4
 @makes_scope
 def counted(scope, pipelines=1, **options):
     """Trains, evaluates and predicts in stages on two or four devices; returns what was counted."""
-    devices = startup.local_devices()[: 2 * pipelines]
-    with mock.patch.object(startup, "local_devices", lambda: devices):
+    devices = pipeline_strategy.local_devices()[: 2 * pipelines]
+    with mock.patch.object(pipeline_strategy, "local_devices", lambda: devices):
         strategy = psp.PipelineStrategy(
             2, stages=[["a", "b"], ["c", "d"]], pipelines=pipelines, **options
         )

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.pipeline.graph import layer_call
-from keras_psplus.pipeline.split import costs, measure, memory, partition
+from keras_psplus.pipeline.split import costs, measure, partition
 from keras_psplus.pipeline.split.measure import Times
 from tests.pipeline.models import CPU, Task, X, Y, layers, train
 
@@ -145,8 +144,8 @@ def test_a_layer_that_cannot_be_measured_is_counted(pipeline, monkeypatch, caplo
             return tf.numpy_function(lambda a: a, [x], tf.float32)
 
     with pytest.raises(measure.CannotBeTimed, match=r"effects.*Received: "):
-        form = layer_call.TensorForm((32, 4), "float32", False, True)
-        measure.time_layer_call(Writes(), layer_call.LayerCall((form,), {}, 32), 8, CPU)
+        form = costs.TensorForm((32, 4), "float32", False, True)
+        measure.time_layer_call(Writes(), costs.LayerCall((form,), {}, 32), 8, CPU)
 
     def of_call(layer, *args):
         if layer.units == 6:
@@ -191,7 +190,7 @@ def test_weights_that_are_drawn_in_the_graph_are_not_work(pipeline):
     ],
 )
 def test_slots_of_optimizers(optimizer, slots):
-    assert memory.slots_of(optimizer) == slots
+    assert costs.slots_of(optimizer) == slots
 
 
 def test_memory_in_the_plan(pipeline):

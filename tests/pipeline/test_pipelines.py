@@ -15,7 +15,7 @@ from keras_psplus.catalogue import lookup
 from keras_psplus.cli import command_flags
 from keras_psplus.cli.command_flags import UsageError
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.pipeline.base import batch_parts
+from keras_psplus.pipeline.base import microbatches
 from tests.pipeline import models
 from tests.pipeline.models import check_equal, train, wide
 from tests.support.cluster import equals_one_process, makes_scope, strategy_of
@@ -124,15 +124,15 @@ def test_gradients_are_cast_without_their_scale(pipeline):
 
 
 def test_tensors_are_cut_for_the_micro_batches_of_each_pipeline():
-    parts = batch_parts.cut((tf.range(7), tf.constant(1)), count=2, pipelines=2)
+    parts = microbatches.cut_batch((tf.range(7), tf.constant(1)), count=2, pipelines=2)
     assert parts.rows == 7
     rows, scalar = parts.leaves
     # Of seven rows, micro-batches have 2, 2, 2 and 1.
     assert [part.numpy().tolist() for part in rows] == [[0, 1, 4, 5], [2, 3, 6]]
     assert scalar.numpy() == 1
     # One row is for one pipeline.
-    assert len(batch_parts.cut(tf.range(1), count=2, pipelines=2).leaves[0]) == 1
-    assert batch_parts.cut(tf.constant(1), count=2, pipelines=2) is None
+    assert len(microbatches.cut_batch(tf.range(1), count=2, pipelines=2).leaves[0]) == 1
+    assert microbatches.cut_batch(tf.constant(1), count=2, pipelines=2) is None
 
 
 def test_the_launcher_knows_pipelines(tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.sharding.units.xla_reads import given_by_calls
+from keras_psplus.sharding.units import given_by_calls
 
 
 class Weight:

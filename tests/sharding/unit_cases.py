@@ -223,9 +223,9 @@ def each_unit_gathers():
     """Has no units gathered with others, as small ones are."""
     if not tf.distribute.has_strategy():
         return contextlib.nullcontext()
-    from keras_psplus.sharding.units import gathering
+    from keras_psplus.sharding import units
 
-    return mock.patch.object(gathering, "_GROUP_BYTES", 1)
+    return mock.patch.object(units, "_GROUP_BYTES", 1)
 
 
 class Pair(L.Layer):
@@ -245,9 +245,12 @@ class Pair(L.Layer):
 
 def units(jit_compile, **given):
     """Parts, bytes and gatherings of a step; and reads while others change weights."""
-    from keras_psplus.sharding.units import gathering
+    from keras_psplus.sharding import units
 
-    calls, groups, found = [], [], {"functions": 0}
+    calls, steps, found = [], [], {"functions": 0}
+
+    def sizes_of_groups():
+        return [len(group) for step in steps for group in step.groups]
 
     def first_of(call, i):
         """Tensors of a weight that forward gathers, and that functions of XLA return of it."""
@@ -258,39 +261,44 @@ def units(jit_compile, **given):
             outputs += [one for one, own in pairs if own is function.captures.get(id(whole))]
         return [whole, *outputs]
 
-    class Call(gathering.UnitCall):
+    class Call(units.UnitCall):
         def __init__(self, *args):
             super().__init__(*args)
             calls.append(self)
 
-    class Group(gathering.UnitGroup):
-        def __init__(self, *args):
-            super().__init__(*args)
-            groups.append(self)
+    class Step(units.StepCalls):
+        def __init__(self):
+            super().__init__()
+            steps.append(self)
 
-    class Backward(gathering.Backward):
+    class Backward(units.Backward):
         def redirect(self):
             super().redirect()
             if not self._replacements:
                 return
             own = [call for call in calls if call.graph is self._graph]
             later = {op.name for op in self._graph.get_operations()[self._replacements[0][0] :]}
-            again = [(call, i) for call in own for i in self.found[id(call)]]
+            again = [
+                (call, i)
+                for call in own
+                for i, weight in enumerate(call.weights)
+                if id(weight) in self.found[id(call)]
+            ]
             first = [tensor for call, i in again for tensor in first_of(call, i)]
             users = {op.name for tensor in first for op in tensor.consumers()}
             names = [call.weights[i].path.rpartition("/")[2] for call, i in again]
             found.update(forward=len(own), backward=names, left=len(later & users))
 
-    watched = {"UnitCall": Call, "UnitGroup": Group, "Backward": Backward}
-    with swapped(**given), mock.patch.multiple(gathering, **watched):
+    watched = {"UnitCall": Call, "StepCalls": Step, "Backward": Backward}
+    with swapped(**given), mock.patch.multiple(units, **watched):
         x = numbers(2 * BATCH, 7)
         layers = [keras.Input((7,)), *(L.Dense(6) for _ in range(5))]
         fit(compiled(keras.Sequential(layers), O.SGD(0.1), jit_compile), x, epochs=1)
-        found["together"] = [len(group.calls) for group in groups]
-        groups.clear()
-        with mock.patch.object(gathering, "_GROUP_BYTES", 1 << 12):
+        found["together"] = sizes_of_groups()
+        steps.clear()
+        with mock.patch.object(units, "_GROUP_BYTES", 1 << 12):
             large = of_large_units(x, jit_compile)
-    return found | large | {"apart": [len(group.calls) for group in groups]}
+    return found | large | {"apart": sizes_of_groups()}
 
 
 def of_large_units(x, jit_compile):

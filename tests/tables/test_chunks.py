@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.rows import chunks
+from keras_psplus.tables import chunks
 
 SHAPE = 1 << 14, 4
 

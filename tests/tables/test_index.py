@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.tables.rows import chunks, index
+from keras_psplus.tables import chunks, index
 
 KEYS = 3000
 

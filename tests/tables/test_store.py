@@ -6,11 +6,10 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.tables import chunks, policies
 from keras_psplus.tables import keys as initial_rows
-from keras_psplus.tables import policies
 from keras_psplus.tables.keys import blocks_of, mix_number, mixed, streams
-from keras_psplus.tables.rows import chunks
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 from keras_psplus.tables.snapshot import living
 from keras_psplus.tables.store import RowStore
 from tests.support.tiers import extended

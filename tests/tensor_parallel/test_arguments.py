@@ -7,9 +7,9 @@ import pytest
 import keras_psplus as psp
 from keras_psplus.all_reduce.data.same_data import check_same_in_rows
 from keras_psplus.all_reduce.topology.group_topology import Topology
+from keras_psplus.tensor_parallel.group import is_elementwise
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
 from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts
-from keras_psplus.tensor_parallel.regions import is_elementwise
 from tests.support.tables import for_each
 
 WORKERS = ["chief", "worker-0", "worker-1", "worker-2"]

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_psplus.hybrid.rows import MESSAGE_BYTES
 from keras_psplus.hybrid.server.shard import TableShard, traced
 from keras_psplus.tables import files, snapshot
-from keras_psplus.tables.rows.chunks import ChunkedRows, FrozenRows
+from keras_psplus.tables.chunks import ChunkedRows, FrozenRows
 from keras_psplus.tables.store import RowStore
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32

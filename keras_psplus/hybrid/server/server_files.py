@@ -112,9 +112,6 @@ class ServerFiles:
         Returns:
             Dict: `changes`, the rows and keys of dynamic tables that were written, and `is_whole`,
             whether these are all of them.
-
-        Raises:
-            OSError: If it cannot be written.
         """
         self._writer.finish()
         return self._written
@@ -140,9 +137,6 @@ class ServerFiles:
             servers: How many servers have written them.
             tables: List of triples: a table's number, its number in the files, and how many
                 variables of its optimizer to read.
-
-        Raises:
-            OSError: If it cannot.
         """
         self.settle()
         every = chains(directory, stems, servers)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
 from keras_psplus.hybrid.rows import MissingUpdates, RowCodec, RowUndoLog, make_variable
-from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.row_optimizer import RowOptimizer
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # More parts than one step's rows could ever need.
@@ -29,8 +29,6 @@ class TableShard:
     Args:
         spec: Dict with the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (a
             serialized initializer, or None for zeros).
-        server: Index of this server.
-        servers: Number of servers.
         pull_compressor: Compressor of rows that workers read, or None.
         push_compressor: Compressor of gradients that they send, or None.
         replicas: Replicas that push at each step.
@@ -109,7 +107,6 @@ class TableShard:
         """Makes an optimizer and its slots, in the place of the last one.
 
         Args:
-            config: What `config_of` has made of it.
             number: Its number among those that this table has had.
             first_slot: The number of its first slot; those of earlier optimizers come before.
         """

@@ -29,14 +29,13 @@ from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.process.signals import SIGNAL
 from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.calls import RowKey, with_key_check
-from keras_psplus.hybrid.rpc.servers import ControlLink
-from keras_psplus.hybrid.rpc.tickets import Tickets
+from keras_psplus.hybrid import calls
+from keras_psplus.hybrid.calls import RowKey, with_key_check
 from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
 from keras_psplus.hybrid.server.shard import Method, TableShard
-from keras_psplus.tables.rows.row_optimizer import check_elementwise
+from keras_psplus.hybrid.servers import ControlLink, Tickets
+from keras_psplus.tables.row_optimizer import check_elementwise
 
 # Folders below which a parameter server writes, for any client.
 
@@ -59,9 +58,6 @@ class Folders:
 
         Args:
             stem: How the names of files in it begin.
-
-        Raises:
-            ValueError: If it would not.
         """
         wanted, paths = _real(directory), ["/"] if self._paths is None else self._paths
         is_below = self._paths is None or any(
@@ -374,7 +370,6 @@ def serve(
     Args:
         options: Dict of what `Shard` takes beside its table.
         agreed: Text that has to be equal in all processes of the job.
-        startup_timeout: Seconds to wait for the chief.
         folders: Paths of the folders below which it may write; None for all.
         chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
 

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
+from keras_psplus.hybrid.calls import RpcClient
 from keras_psplus.hybrid.rows import MESSAGE_BYTES
-from keras_psplus.hybrid.rpc.calls import RpcClient
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.embeddings import TableVariable
 from keras_psplus.hybrid.tables.placement import Tables
 from keras_psplus.hybrid.tables.table import Table

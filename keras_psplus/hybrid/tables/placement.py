@@ -14,12 +14,12 @@ from keras_psplus.core.base.checks import AUTO, MIRRORED, PARAMETER_SERVER
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.jobs.control import ControlPlane
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.prefetch import RowsAhead
 from keras_psplus.hybrid.tables.row_cache import RowCaches
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.policies import Cache, check_cache
-from keras_psplus.tables.rows.row_optimizer import config_of
+from keras_psplus.tables.row_optimizer import config_of
 
 _Rule = str | dict[str, str] | Callable[[str, int, int], str]
 _CHOICES = (AUTO, PARAMETER_SERVER, MIRRORED)
@@ -202,7 +202,6 @@ class Tables:
 
     Args:
         control: `core.jobs.control.ControlPlane`, or None if there is one worker.
-        is_chief: Whether this worker speaks for all.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
     """
@@ -232,7 +231,6 @@ class Tables:
         """Makes a table.
 
         Args:
-            name: Path of its variable.
             shape: Rows and numbers in a row.
             initializer: Serialized initializer.
             cache: What `check_cache` has made of its cache, or None.
@@ -284,11 +282,7 @@ class Tables:
         table.optimizers += 1
 
     def assign(self, table: Table, slot: int, value: Any) -> None:
-        """Sets a whole table or slot, on the chief; the others wait for it.
-
-        Raises:
-            TableServerError: If the chief does not.
-        """
+        """Sets a whole table or slot, on the chief; the others wait for it."""
         if self._is_chief:
             # A backup is of the rows before.
             self._servers.ask_all("settle")

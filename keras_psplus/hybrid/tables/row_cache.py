@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_psplus.hybrid.tables.prefetch import current_replica
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.tables.local import outside
-from keras_psplus.tables.rows.row_optimizer import RowOptimizer
+from keras_psplus.tables.row_optimizer import RowOptimizer
 from keras_psplus.tf_internals import resource_variable_ops
 
 # Choice of the rows of which a worker keeps copies, and their ages.
@@ -45,7 +45,6 @@ class HotRows:
     Time is the number of updates of the table that this replica has sent.
 
     Args:
-        rows: Number of places.
         staleness: For how long a copy is read.
 
     Attributes:
@@ -74,7 +73,6 @@ class HotRows:
 
         Args:
             ids: int64 vector.
-            now: The time.
 
         Returns:
             int32 places, -1 where there is none; whether the row is to be read from the servers;
@@ -101,7 +99,6 @@ class HotRows:
 
         Args:
             ids: int64 vector.
-            now: The time, before the update.
             holds: Whether gradients of rows with a copy are kept.
 
         Returns:
@@ -316,10 +313,8 @@ class RowCache:
         Args:
             ids: int64 vector of distinct ids.
             rows: Their gradients, as they will reach the servers.
-            now: As for `lookup`.
             numbers: Learning rate and scalars of the optimizer.
             iterations: int64 scalar: updates of the optimizer before this one.
-            replicas: Number of all replicas.
 
         Returns:
             Ids and gradients that are to be sent now.

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
+from keras_psplus.hybrid import calls
+from keras_psplus.hybrid.calls import RpcClient
 from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
-from keras_psplus.hybrid.rpc import calls
-from keras_psplus.hybrid.rpc.calls import RpcClient
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
 # Of a call that has been started: a function that waits for the answer.
@@ -24,8 +24,6 @@ class Table:
     """Rows that lie on parameter servers: row `r` on server `r % servers`.
 
     Args:
-        key: The table's number.
-        name: Path of its variable, for messages.
         shape: Tuple of rows and numbers in a row.
         pull_compressor: Compressor of rows that are read, or None.
         push_compressor: Compressor of gradients, or None.
@@ -148,7 +146,6 @@ def pull(
 
     Args:
         ids: int64 vector of distinct row numbers in range.
-        replica: Index of the local replica that asks.
         most: How many ids there are at most, if the graph can tell.
         purpose: Of the links; what may overlap needs its own links.
         step: int64 scalar, the number of updates after which to read, which may be one less than
@@ -215,7 +212,6 @@ def push(
 
     Args:
         slices: Pair of an int64 vector of distinct row numbers and their float32 gradients.
-        replica: Index of the local replica that sends.
         header: Triple of int64 scalars: the replica's rank, its number of pushes before this one,
             and the optimizer's iterations.
         numbers: float32 vector: learning rate and scalars of the optimizer.
@@ -295,7 +291,6 @@ def commit(
     """Has the servers apply what waits.
 
     Args:
-        replica: Index of the local replica that says so.
         header: Pair of int64 scalars: pushes before this one, and the optimizer's iterations.
         numbers: float32 vector: what to scale the gradient by, learning rate, and scalars of the
             optimizer.

@@ -51,9 +51,6 @@ class WorkerWatch:
 
     A host that accepts a connection is enough, where `stalls.unresponsive_tasks` wants an answer:
     a worker that is only stopped may go on, and a stall warning names it.
-
-    Args:
-        timeout: Seconds to wait for one to come back.
     """
 
     def __init__(self, addresses: Sequence[str], timeout: float) -> None:
@@ -89,11 +86,7 @@ class WorkerWatch:
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on the chief.
-
-    Args:
-        spec: Dict from jobs to lists of addresses.
-    """
+    """Probe of `stalls.Inspector` on the chief."""
 
     def __init__(
         self, queue: ClosureQueue, progress: Progress, spec: Mapping[str, Sequence[str]]

@@ -16,10 +16,16 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.scheduling.clocks import Clocks, RemoteWorker, WorkerCalls
 from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import Closure, ClosureQueue, Run
-from keras_psplus.parameter_server.tracing.losses import is_worker_loss
+from keras_psplus.parameter_server.scheduling.queue import (
+    Clocks,
+    Closure,
+    ClosureQueue,
+    RemoteWorker,
+    Run,
+    WorkerCalls,
+)
+from keras_psplus.parameter_server.tracing.remote import is_worker_loss
 from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
 
 _LOOK_FOR_ERRORS_SECONDS = 0.5
@@ -71,8 +77,6 @@ class Scheduler:
             up.
         on_worker_back: Optional, called with the name of a worker that has come, or is back.
         window: How many closures a worker may have under way, of those that allow it.
-        members: `Members`, which finds the workers that come.
-        absent: Numbers of the workers that are not there yet.
 
     Attributes:
         queue: `ClosureQueue`, for closures that are those of one worker or of all.
@@ -159,7 +163,6 @@ class Scheduler:
 
         Args:
             on_done: Called with the function's result and its `Run`, from another thread.
-            about: What it works on, for messages.
             ticket: What the last of the arguments is read by, if workers read the data.
             may_overlap: Whether a worker may begin with it before it is done with the one before.
         """

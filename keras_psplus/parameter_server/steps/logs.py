@@ -37,7 +37,6 @@ class ClosureTotals:
     Attributes:
         values: A float64 vector, with the seeds of the beginning.
         draws: Advance of the seeds in one step; None until a step has shown it.
-        steps: Number of steps that have been sent.
     """
 
     def __init__(

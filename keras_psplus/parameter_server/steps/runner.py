@@ -18,8 +18,7 @@ from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.log import logger, warn_once
 from keras_psplus.parameter_server import modes
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.scheduling.clocks import WorkerCalls
-from keras_psplus.parameter_server.scheduling.queue import Closure, Run
+from keras_psplus.parameter_server.scheduling.queue import Closure, Run, WorkerCalls
 from keras_psplus.parameter_server.steps.logs import (
     ClosureTotals,
     ComputedLogs,
@@ -38,9 +37,9 @@ from keras_psplus.parameter_server.tracing import remote
 from keras_psplus.parameter_server.tracing.worker_function import Batches, ClosureVariable, first_of
 from keras_psplus.parameter_server.transport.dynamic_table import PlacedTable
 from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
+from keras_psplus.tables.chunks import traced
 from keras_psplus.tables.local import outside
 from keras_psplus.tables.row_variable import is_keyed
-from keras_psplus.tables.rows.chunks import traced
 
 # Updates of dynamic tables by what workers' runs have left on the parameter servers.
 

@@ -158,7 +158,6 @@ class TracedStep(NamedTuple):
 
     Attributes:
         concrete: The concrete function, of the closure variables' values and the batches.
-        variables: The closure variables, in order.
         overwritten: Those of them that are given values instead of being added to.
         tables: Dynamic tables that it keeps gradients for.
         notes: What `collect` noted while the function was traced.
@@ -196,7 +195,6 @@ class StepFunctions:
     """Worker functions of one step function, one for each form of its batches.
 
     Args:
-        step: Function of one batch.
         collect: Function of the `Trace` and the list of what single steps return. Returns a float64
             vector and a structure of tensors, which the worker function returns, and notes about
             them.

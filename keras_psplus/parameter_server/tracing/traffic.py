@@ -352,11 +352,7 @@ def timing_push(gradients: Any) -> Iterator[None]:
 
 
 class TrafficTotals:
-    """All that came back from workers, added up on the chief.
-
-    Attributes:
-        seconds: Seconds for which workers have waited.
-    """
+    """All that came back from workers, added up on the chief."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

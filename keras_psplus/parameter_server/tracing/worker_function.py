@@ -108,7 +108,6 @@ class Trace:
     function comes upon them, and behind them the number of the run, if it has `tables`.
 
     Attributes:
-        variables: The closure variables so far.
         tables: Dynamic tables that the function keeps gradients for.
         kept: Sums and copies that the worker keeps from step to step. The `count` of each, a
             tensor, is of how many batches it has something that is not sent yet.

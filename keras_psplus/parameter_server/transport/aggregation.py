@@ -16,8 +16,7 @@ import tensorflow as tf
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import ops
-from keras_psplus.parameter_server.transport.pulls import PulledVariable, exact_reads_flag
-from keras_psplus.parameter_server.transport.reads import parts_of
+from keras_psplus.parameter_server.transport.pulls import PulledVariable, exact_reads_flag, parts_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 # Of the number of an attempt, of a number of gradients or workers, and of an update's arguments.

@@ -20,9 +20,9 @@ from keras_psplus.parameter_server.tracing import traffic
 from keras_psplus.parameter_server.tracing.worker_function import current_trace
 from keras_psplus.parameter_server.transport.pulls import as_read
 from keras_psplus.parameter_server.transport.sharded import ShardParts
+from keras_psplus.tables.chunks import as_it_is, traced
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside
-from keras_psplus.tables.rows.chunks import as_it_is, traced
 from keras_psplus.tables.store import RowStore
 
 _LONG, _FLOAT = tf.int64, tf.float32
@@ -77,11 +77,7 @@ class ServerRows:
         return self._call(name, lambda keys: self._store.lookup(keys, trains), keys)
 
     def update(
-        self,
-        keys: tf.Tensor,
-        gradient: tf.Tensor,
-        numbers: tf.Tensor,
-        iterations: tf.Tensor,
+        self, keys: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
     ) -> None:
         """Updates the rows of an int64 vector of distinct keys, as `RowStore.apply`."""
 
@@ -112,10 +108,7 @@ class ServerRows:
         shapes: list[list[int | None]] = [[None], [None, self.shape[1]], [None], []]
         with tf.device(self.device):
             kept = tf.raw_ops.MapUnstage(
-                key=number,
-                indices=tf.range(len(_UPDATE)),
-                dtypes=_UPDATE,
-                shared_name=self._name,
+                key=number, indices=tf.range(len(_UPDATE)), dtypes=_UPDATE, shared_name=self._name
             )
             self.update(*(tf.ensure_shape(one, shape) for one, shape in zip(kept, shapes)))
 

@@ -20,8 +20,7 @@ from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.parameter_server.state import WorkerStates, read_state
 from keras_psplus.parameter_server.tracing import remote, traffic
 from keras_psplus.parameter_server.tracing.worker_function import writing_states
-from keras_psplus.parameter_server.transport.pulls import current_pulls
-from keras_psplus.parameter_server.transport.reads import Compressors, path_of
+from keras_psplus.parameter_server.transport.pulls import Compressors, current_pulls, path_of
 from keras_psplus.parameter_server.transport.sharded import ShardParts
 
 

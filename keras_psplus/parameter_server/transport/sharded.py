@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.core.base.threads import ThreadValue
-from keras_psplus.parameter_server.transport import pulls, reads
+from keras_psplus.parameter_server.transport import pulls
 from keras_psplus.tf_internals.composite_variable import WrittenVariable
 
 # While an update runs shard by shard: the number of the shard that sharded variables are.
@@ -86,16 +86,16 @@ class ShardedVariable(WrittenVariable):
         if shard is not None:
             return shard.sparse_read(indices)
         self._refuse_inner_functions()
-        return pulls.as_read(self, reads.lookup(self, self._whole_shape, indices, self._rows))
+        return pulls.as_read(self, pulls.lookup(self, self._whole_shape, indices, self._rows))
 
     def _rows(self, unique: tf.Tensor) -> tf.Tensor:
         of_shards, owners = self._decompose(unique)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(self.shards))
         pulled = pulls.current_pulls()
         compressor = None if pulled is None else pulled.compressor_of(self)
-        key = reads.key_of(self, compressor)
+        key = pulls.key_of(self, compressor)
         rows = [
-            reads.gather(part, own, compressor, key) for part, own in zip(self.shards, of_shards)
+            pulls.gather(part, own, compressor, key) for part, own in zip(self.shards, of_shards)
         ]
         return tf.dynamic_stitch(places, rows)
 

@@ -31,11 +31,7 @@ class JoinedCalls:
         self._calls: list[tuple[tf.GradientTape, list[tf.Tensor], Any]] = []
 
     def call(self, function: Callable[[], Any], inputs: Any) -> Any:
-        """Calls a function for one micro-batch, and returns its outputs.
-
-        Args:
-            inputs: Structure of the tensors that it is given.
-        """
+        """Calls a function for one micro-batch, and returns its outputs."""
         given = differentiable(inputs)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(given)
@@ -48,7 +44,6 @@ class JoinedCalls:
 
         Args:
             join: Function of the list of all outputs, which are structures of tensors.
-            sizes: Rows of each micro-batch.
         """
         with record.stop_recording():
             joined = join([outputs for _, _, outputs in self._calls])

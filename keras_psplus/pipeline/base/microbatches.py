@@ -1,14 +1,15 @@
-"""Splits what a model is called with into micro-batches, and joins what the calls return."""
+"""Batches cut into micro-batches and parts for pipelines, and operations that their graph needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch import batches
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 
 # Number of rows of a batch, found before there is one.
@@ -38,7 +39,6 @@ def bounds(rows: int, count: int) -> list[tuple[int, int]]:
     """First and one past the last row of each micro-batch; none is empty.
 
     Args:
-        rows: Rows of the batch.
         count: Number of micro-batches; of a batch of fewer rows, there are as many as it has rows.
     """
     count = max(1, min(rows, count))
@@ -95,7 +95,6 @@ def take(
     """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
 
     Args:
-        rows: Rows of the batch.
         end: One past its last row.
         rows_of_leaf: Function of a tensor that returns its number of rows, or None.
         parts: Dict from ids of tensors to the micro-batch's known parts of them.
@@ -116,12 +115,6 @@ def take(
 
 def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
     """Joins what the calls of a layer have returned.
-
-    Args:
-        sizes: Rows of each micro-batch.
-
-    Returns:
-        A structure like one of `parts`, with all rows.
 
     Raises:
         ValueError: If an output has no row for each row of its micro-batch.
@@ -157,7 +150,6 @@ def join_losses(
 
     Args:
         found: For each micro-batch, a list of the losses of each layer.
-        sizes: Rows of each micro-batch.
     """
     rows = sum(sizes)
     for i, layer in enumerate(layers):
@@ -179,3 +171,98 @@ def concat(leaves: Sequence[Any]) -> Any:
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))
     return tf.concat(list(leaves), 0)
+
+
+class CutBatch(NamedTuple):
+    """A batch that is cut.
+
+    Attributes:
+        leaves: For each tensor of the batch, a tuple of one tensor for each pipeline: the rows of
+            its micro-batches. What has no rows is there as it is.
+    """
+
+    rows: int
+    leaves: list[Any]
+
+
+class PartNotes(Protocol):
+    """Step that is given a batch in parts while it is traced: a `PipelineStep`."""
+
+    rows: int | None
+
+    def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None: ...
+
+
+def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
+    """Cuts a batch, where it is.
+
+    Args:
+        pipelines: Number of pipelines. Micro-batch `i` belongs to pipeline `i % pipelines`.
+
+    Returns:
+        `CutBatch`; None if the number of rows is not known.
+    """
+    rows = rows_of(batch)
+    if rows is None:
+        return None
+    places = bounds(rows, count * pipelines)
+
+    def parts(leaf: Any) -> Any:
+        if not _has_rows(leaf, rows):
+            return leaf
+        own = [[batches.take(leaf, *b) for b in places[i::pipelines]] for i in range(pipelines)]
+        return tuple(concat(some) for some in own if some)
+
+    return CutBatch(rows, [parts(leaf) for leaf in tree.flatten(batch)])
+
+
+def join_batch(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> Any:
+    """The batch again, in a function that is being traced.
+
+    Args:
+        step: `PipelineStep`, which is told about the micro-batches: what only these need of a
+            tensor is not sent from pipeline to pipeline.
+    """
+    places = bounds(parts.rows, count)
+
+    def joined(leaf: Any) -> tuple[Any, list[Any] | None]:
+        if not isinstance(leaf, tuple):
+            return leaf, None
+        pieces, first = [], [0] * len(leaf)
+        for i, (begin, end) in enumerate(places):
+            pipeline, size = i % len(leaf), end - begin
+            piece = cut(leaf[pipeline], first[pipeline], first[pipeline] + size)
+            first[pipeline] += size
+            pieces.append(piece)
+        return concat(pieces), pieces
+
+    leaves = []
+    for leaf in parts.leaves:
+        whole, pieces = joined(leaf)
+        if step.rows is not None:
+            whole = with_unknown_rows(whole)
+        if pieces is not None:
+            step.note_parts(whole, pieces)
+        leaves.append(whole)
+    return tree.pack_sequence_as(structure, leaves)
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return has_rows(leaf) and leaf.shape[0] == rows
+
+
+# They change nothing, though TensorFlow counts them as if they did.
+_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
+
+
+def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
+    """The operations whose results are returned, or change something."""
+    waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
+    for op in graph.get_operations():
+        if op._is_stateful and op.type not in _READS:
+            waiting.append(op)
+    return with_inputs(waiting)
+
+
+def _is_in(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) and hasattr(leaf, "graph")

@@ -110,9 +110,6 @@ class _CallGradients:
 
     Where several tapes record a call that is compiled, TensorFlow prepares for gradients of
     gradients: the function would compute its own gradients, too, each time that it is called.
-
-    Args:
-        variables: The variables that the function reads.
     """
 
     def __init__(self, variables: Sequence[tf.Variable]) -> None:

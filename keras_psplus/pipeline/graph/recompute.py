@@ -115,7 +115,6 @@ class StageReplay:
         """Calls all layers of the stage once more, when the first gradients are there.
 
         Args:
-            call: What `note_outputs` has returned.
             gradients: Gradients by outputs of the call.
 
         Returns:

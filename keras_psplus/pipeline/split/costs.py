@@ -1,7 +1,10 @@
-"""Costs of each layer of a model, computed from its graph."""
+"""Costs of each layer of a model, computed from its graph: operations, bytes and memory."""
+
+from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -10,9 +13,199 @@ import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.engine import Engine
-from keras_psplus.keras_internals.keras_parts import get_keras_mask, models, stateless_scope, tree
-from keras_psplus.pipeline.graph import layer_call
-from keras_psplus.pipeline.split import activations, flops
+from keras_psplus.keras_internals.keras_parts import (
+    get_keras_mask,
+    loss_scale_optimizer,
+    models,
+    set_keras_mask,
+    stateless_scope,
+    tree,
+)
+
+# What a dimension that is not known counts as, but for the rows.
+_UNKNOWN_SIZE = 64
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorForm:
+    """The form of a tensor.
+
+    Attributes:
+        shape: Tuple of its dimensions, None for those that are not known.
+        has_gradient: Whether a gradient by it is needed in training: not by the batch itself.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: str
+    has_mask: bool
+    has_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        args: Its arguments, with a `TensorForm` in the place of each tensor.
+    """
+
+    args: Any
+    kwargs: Any
+    rows: int
+
+    def make(self, rows: int, draw: Callable[..., tf.Tensor]) -> tuple[Any, Any, list[tf.Tensor]]:
+        """Makes arguments for a call.
+
+        Args:
+            draw: Function of a shape and a dtype that returns a tensor.
+
+        Returns:
+            The arguments, the keyword arguments, and those of their tensors whose gradients are
+            needed.
+        """
+        sources = []
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorForm):
+                return leaf
+            shape = self._shape(leaf.shape, rows)
+            tensor = draw(shape, tf.as_dtype(leaf.dtype))
+            if leaf.has_mask:
+                # A mask has no entry for each feature.
+                set_keras_mask(tensor, tf.fill(shape[:-1] if len(shape) > 2 else shape, True))
+            if leaf.has_gradient and tensor.dtype.is_floating:
+                sources.append(tensor)
+            return tensor
+
+        made = tree.map_structure(one, (self.args, self.kwargs))
+        return *made, sources
+
+    def _shape(self, shape: Iterable[int | None], rows: int) -> list[int]:
+        sizes = [_UNKNOWN_SIZE if size is None else size for size in shape]
+        if sizes and sizes[0] % self.rows == 0:
+            sizes[0] = sizes[0] // self.rows * rows
+        return sizes
+
+
+def record_call(
+    args: Any, kwargs: Any, rows: int, is_given: Callable[[Any], bool]
+) -> LayerCall | None:
+    """Notes a call.
+
+    Args:
+        is_given: Function of a tensor that tells whether it is a part of the batch.
+
+    Returns:
+        A `LayerCall`; None if the layer was called with something else than dense tensors of a
+        known rank, numbers and texts.
+    """
+    leaves = tree.flatten((args, kwargs))
+    if not all(isinstance(leaf, _PLAIN) or _has_form(leaf) for leaf in leaves):
+        return None
+
+    def form(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor):
+            return leaf
+        has_mask = get_keras_mask(leaf) is not None
+        return TensorForm(tuple(leaf.shape), leaf.dtype.name, has_mask, not is_given(leaf))
+
+    return LayerCall(tree.map_structure(form, args), tree.map_structure(form, kwargs), rows)
+
+
+def _has_form(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None
+
+
+def flops_of(op: tf.Operation) -> float:
+    """Floating-point operations of an operation; a dimension that is not known counts as 1."""
+    sizes = [elements(tensor) for tensor in op.outputs]
+    size = max(sizes, default=0)
+    if op.type in ("MatMul", "BatchMatMulV2"):
+        inner = op.inputs[0].shape
+        transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
+        width = None if inner.rank is None else inner[-2 if transposed else -1]
+        return 2 * size * (width or 1)
+    if op.type in ("Conv2D", "Conv3D", "DepthwiseConv2dNative"):
+        kernel = op.inputs[1].shape.as_list()
+        depth = 1 if op.type.startswith("Depthwise") else kernel[-2]
+        return 2 * size * int(np.prod(kernel[:-2])) * depth
+    if op.type == "Einsum":
+        # Every index of both inputs once: more than a product whose indices are summed.
+        return 2 * size * max(1, elements(op.inputs[0]) * elements(op.inputs[1]) // size) ** 0.5
+    if op.type in LOOPS:
+        operations = list(body_of(op))
+        return steps_of(op) * sum(map(flops_of, operations)) if operations else size
+    return size if op.outputs and op.outputs[0].dtype.is_floating else 0
+
+
+LOOPS = ("While", "StatelessWhile")
+
+
+def body_of(loop: tf.Operation) -> Iterator[tf.Operation]:
+    """The operations of a loop's body, if it is known."""
+    body = loop.graph._get_function(loop.get_attr("body").name)
+    yield from body.graph.get_operations() if body else ()
+
+
+def steps_of(loop: tf.Operation) -> int:
+    """Estimated number of a loop's iterations.
+
+    As a rule, a loop collects a row of a tensor in each of them.
+    """
+    return max((t.shape[0] or 1 for t in loop.outputs if t.shape.rank), default=1)
+
+
+def elements(tensor: tf.Tensor) -> int:
+    """Number of a tensor's elements; a dimension that is not known counts as 1."""
+    if tensor.shape.rank is None:
+        return 1
+    return int(np.prod([size or 1 for size in tensor.shape]))
+
+
+def size_of(tensor: tf.Tensor) -> int:
+    """Bytes of a tensor; a dimension that is not known counts as 1."""
+    return elements(tensor) * max(1, tensor.dtype.size)
+
+
+_NEED_INPUTS = frozenset(
+    "MatMul BatchMatMulV2 Conv2D Conv3D DepthwiseConv2dNative Einsum Mul RealDiv Square "
+    "SquaredDifference Pow Log Abs Erf Sin Cos FusedBatchNormV3 MaxPool MaxPool3D Softplus "
+    "Maximum Minimum SelectV2 LeakyRelu GatherV2 ResourceGather".split()
+)
+_NEED_OUTPUTS = frozenset(
+    "Relu Relu6 Elu Selu Tanh Sigmoid Softmax LogSoftmax Exp Sqrt Rsqrt Reciprocal MaxPool "
+    "MaxPool3D".split()
+)
+
+
+def kept(
+    operations: Iterable[tf.Operation], of_batch: set[int]
+) -> dict[int, tuple[tf.Tensor, int]]:
+    """The tensors that the gradients of some operations need.
+
+    Args:
+        of_batch: Ids of the tensors that are computed of the batch. Others, as weights, are there
+            in any case.
+
+    Returns:
+        Dict from the ids of tensors to pairs of a tensor and its bytes.
+    """
+    found = {}
+    for op in operations:
+        if op.type in LOOPS and any(id(tensor) in of_batch for tensor in op.outputs):
+            inner = list(body_of(op))
+            every = {id(tensor) for one in inner for tensor in one.outputs}
+            size = sum(size for _, size in kept(inner, every).values())
+            found[id(op.outputs[0])] = op.outputs[0], steps_of(op) * size
+            continue
+        tensors = [*op.inputs] if op.type in _NEED_INPUTS else []
+        tensors += op.outputs if op.type in _NEED_OUTPUTS else []
+        for tensor in tensors:
+            if id(tensor) in of_batch:
+                found[id(tensor)] = tensor, size_of(tensor)
+    return found
+
 
 # Rows of the batch that is traced.
 _ROWS = 32
@@ -27,7 +220,7 @@ class LayerCost:
         tensors: List of pairs: bytes of a tensor that it returns, for one row; and the numbers
             of the layers that use the tensor.
         kept: Bytes of what its backward pass needs, for one row.
-        calls: With what it was called: a list of `layer_call.LayerCall`, None for a call that
+        calls: With what it was called: a list of `LayerCall`, None for a call that
             cannot be repeated.
     """
 
@@ -78,7 +271,7 @@ class Recorder(ReplicaStep):
         before = len(graph.get_operations())
         if self._given is None:
             self._given = set(graph.get_operations())
-        call = layer_call.record_call(args, kwargs, _ROWS, self._is_given)
+        call = record_call(args, kwargs, _ROWS, self._is_given)
         self._inside = True
         try:
             return original(layer, *args, **kwargs)
@@ -105,8 +298,6 @@ class ModelCosts(NamedTuple):
 
     Attributes:
         layers: List of `LayerCost`, in the order of the first calls.
-        has_masks: Whether outputs have masks.
-        applied: As in `Recorder`.
     """
 
     layers: list[LayerCost]
@@ -120,7 +311,6 @@ def of_layers(
     """Costs of a model's layers.
 
     Args:
-        model: Keras model; what is not built yet is built.
         spec: Structure of what the model is called with: something with a shape and a dtype.
         step: A step of the model's own, called in its place with a batch that `spec` describes.
     """
@@ -158,7 +348,7 @@ def _with_rows(leaf: Any) -> tf.TensorSpec | None:
 
 def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
     costs: list[LayerCost] = []
-    number_of, makers, kept = {}, {}, set()
+    number_of, makers, counted = {}, {}, set()
     of_batch = _of_batch(graph)
     for layer, operations, call in calls:
         if id(layer) not in number_of:
@@ -167,19 +357,15 @@ def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
         number = number_of[id(layer)]
         # First values of weights are drawn in this graph, but in no step.
         costs[number].flops += (
-            sum(
-                flops.flops_of(op)
-                for op in operations
-                if any(id(t) in of_batch for t in op.outputs)
-            )
+            sum(flops_of(op) for op in operations if any(id(t) in of_batch for t in op.outputs))
             / _ROWS
         )
         costs[number].calls.append(call)
         makers.update({op: number for op in operations})
-        for key, (tensor, size) in activations.kept(operations, of_batch).items():
+        for key, (tensor, size) in kept(operations, of_batch).items():
             # Two layers may need it; it is counted where it was made.
-            if key not in kept:
-                kept.add(key)
+            if key not in counted:
+                counted.add(key)
                 costs[makers.get(tensor.op, number)].kept += size / _ROWS
     users: dict[int, tuple[tf.Tensor, int, set[int]]] = {}
     for op in graph.get_operations():
@@ -191,7 +377,7 @@ def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
             if user is not None and maker is not None and maker != user:
                 users.setdefault(id(tensor), (tensor, maker, set()))[2].add(user)
     for tensor, maker, numbers in users.values():
-        costs[maker].tensors.append((flops.size_of(tensor) / _ROWS, sorted(numbers)))
+        costs[maker].tensors.append((size_of(tensor) / _ROWS, sorted(numbers)))
     return costs
 
 
@@ -217,3 +403,105 @@ def sent_before(costs: Sequence[LayerCost], number: int) -> float:
     return sum(
         size for cost in costs[:number] for size, users in cost.tensors if max(users) >= number
     )
+
+
+# Slots for each trainable variable, momentum apart; of others, as many are assumed as Adam has.
+_SLOTS = {
+    "Adadelta": 2,
+    "Adafactor": 0,
+    "Adagrad": 1,
+    "Adam": 2,
+    "AdamW": 2,
+    "Adamax": 2,
+    "Ftrl": 2,
+    "Lamb": 2,
+    "Lion": 1,
+    "Muon": 1,
+    "Nadam": 2,
+    "RMSprop": 1,
+    "SGD": 0,
+}
+_UNKNOWN_SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a stage."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    slots: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.slots + self.activations
+
+
+def memory_of_stage(
+    costs: Sequence[LayerCost], rows: float, slots: int | None, received: float
+) -> Memory:
+    """Memory of a stage that consists of some layers.
+
+    Args:
+        rows: Rows of the micro-batches whose activations are kept at once.
+        slots: The optimizer's slots for each variable; None for layers that are not trained.
+        received: Bytes per row that are received from other stages.
+    """
+    weights = sum(cost.bytes for cost in costs)
+    if slots is None:
+        return Memory(weights)
+    trainable = sum(cost.trainable_bytes for cost in costs)
+    kept = (received + sum(cost.kept for cost in costs)) * rows
+    return Memory(weights, trainable, slots * trainable, kept)
+
+
+class MemoryOfParts:
+    """Memory of contiguous parts of a model's layers, each in constant time.
+
+    Args:
+        costs: The layers' costs, in the order of their calls.
+        rows: For each stage, the rows of the micro-batches whose activations are kept at once.
+    """
+
+    def __init__(
+        self, costs: Sequence[LayerCost], rows: Sequence[float], slots: int | None
+    ) -> None:
+        self._rows = rows
+        alone = [memory_of_stage([cost], 0, slots, 0).total for cost in costs]
+        kept = [0.0 if slots is None else cost.kept for cost in costs]
+        self._fixed, self._kept = _sums(alone), _sums(kept)
+        # For each first layer, the bytes for a row that come from before it, by their first users.
+        self._received = [_sums(one) for one in self._received_by(costs, slots is not None)]
+
+    def __call__(self, stage: int, first: int, end: int) -> float:
+        """Bytes that a stage needs for the layers from `first` to one before `end`."""
+        kept = self._kept[end] - self._kept[first]
+        received = self._received[first][end] - self._received[first][first]
+        return self._fixed[end] - self._fixed[first] + self._rows[stage] * (kept + received)
+
+    def _received_by(self, costs: Sequence[LayerCost], trains: bool) -> Iterator[list[float]]:
+        for first in range(len(costs)):
+            received = [0.0] * len(costs)
+            for cost in costs[:first] if trains else ():
+                for size, users in cost.tensors:
+                    later = [user for user in users if user >= first]
+                    if later:
+                        received[min(later)] += size
+            yield received
+
+
+def _sums(numbers: Iterable[float]) -> list[float]:
+    return [0.0, *itertools.accumulate(numbers)]
+
+
+def slots_of(optimizer: Any) -> int | None:
+    """Number of an optimizer's slots per variable, by its class and options."""
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    count = next((_SLOTS[name] for name in names if name in _SLOTS), _UNKNOWN_SLOTS)
+    options = ("momentum", "amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
+    return count + sum(bool(getattr(optimizer, option, None)) for option in options)

@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras_psplus.core.data import seeds
 from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.log import logger
-from keras_psplus.pipeline.graph.layer_call import LayerCall
-from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.costs import LayerCall, LayerCost
 from keras_psplus.updates.base import numbers_of
 
 # Measurement of one layer's call on a device, forward and backward.
@@ -50,9 +49,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
     The layer is called with tensors of the same forms in the place of its inputs and variables, so
     its variables need not be there, and are not changed. All of that is made on the device, by the
     function that is timed, and gone when it ends.
-
-    Args:
-        layer: Keras layer, built.
 
     Raises:
         CannotBeTimed: If the layer has other state than Keras variables, or effects.
@@ -182,9 +178,6 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
 
     Layers that are alike are measured once. One that cannot be measured, or comes too late, takes
     as long for an operation as those that were measured.
-
-    Args:
-        rows: Rows of a micro-batch.
 
     Returns:
         List of `Times` in milliseconds for a micro-batch; None if no layer could be measured.

@@ -89,9 +89,6 @@ def balance(
     Returns:
         List with the number of the part of each element.
 
-    Raises:
-        ValueError: If there are more parts than elements.
-
     Example:
 
     ```python
@@ -155,7 +152,6 @@ def by_patterns(
     Args:
         names: The layers' names, in the order of the calls.
         patterns: For each stage, a list of patterns, as `fnmatch` has them.
-        all_fit: Whether each pattern has to fit a layer.
 
     Raises:
         ValueError: If a layer is in no stage or in two, or a pattern fits no layer.

@@ -12,10 +12,8 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.pipeline.base import schedule as timeline
 from keras_psplus.pipeline.base.schedule import ONE_F_ONE_B, PIPEDREAM, Actions
-from keras_psplus.pipeline.split import memory
-from keras_psplus.pipeline.split.costs import LayerCost
+from keras_psplus.pipeline.split.costs import LayerCost, Memory, memory_of_stage
 from keras_psplus.pipeline.split.measure import Times
-from keras_psplus.pipeline.split.memory import Memory
 
 # The backward pass computes gradients by inputs and by weights.
 _PASSES = 3
@@ -36,7 +34,7 @@ class Stage:
         flops: Floating-point operations for one row, forward and backward.
         sent: Bytes that it sends for one row, forward: what layers of other stages use. About as
             many come back as gradients.
-        estimate: What it needs in training, estimated: a `memory.Memory`.
+        estimate: What it needs in training, estimated: a `Memory`.
         work: Its part of the time of all stages, forward and backward.
         milliseconds: What it takes for a batch, forward and backward; None if the layers were not
             measured.
@@ -142,7 +140,6 @@ class Split:
     Attributes:
         orders: For each stage, its part of the schedule.
         microbatches: Number of micro-batches of a batch that go through each pipeline.
-        rows: Rows of a batch that go through each pipeline.
         slots: The optimizer's slots for each variable; None for a model that is not trained.
         other_devices: For each stage, the names of its devices in other pipelines.
     """
@@ -184,7 +181,6 @@ def make(
     """Makes a plan of the costs of layers and their stages.
 
     Args:
-        model: Name of the model.
         times: What the layers take for one micro-batch.
         are_milliseconds: Whether `times` are in milliseconds, or in no unit.
     """
@@ -226,7 +222,7 @@ def make(
                 sum(cost.bytes for cost in own),
                 _PASSES * sum(cost.flops for cost in own),
                 sent,
-                memory.memory_of_stage(own, split.kept_rows[number], split.slots, received),
+                memory_of_stage(own, split.kept_rows[number], split.slots, received),
                 busy[number] / total,
                 split.microbatches * busy[number] if are_milliseconds else None,
                 split.other_devices[number],

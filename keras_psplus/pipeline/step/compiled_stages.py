@@ -40,8 +40,6 @@ def compiled(
     """Makes a compiled function of a call on a stage.
 
     Args:
-        function: Function of the arguments that calls layers.
-        layers: The layers, and other operations of the model.
         key: What calls of the same function have in common.
     """
     if calls.is_tracing or not compiled_calls.have_weights(layers):
@@ -62,7 +60,6 @@ def run_graph(
     """Runs the layers of a functional model, those of a stage in one call.
 
     Args:
-        call: The call of `Function._run_through_graph`.
         call_on_stage: `PipelineStep.call_on_stage`, of a step in a micro-batch.
     """
     run = call.get("operation_fn")

@@ -48,9 +48,6 @@ class _WeightVersions:
 
     TensorFlow shares the memory of a copy with its variable until that is changed, so there are two
     versions of dense weights in memory, not three.
-
-    Args:
-        variables: Keras variables that have values.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from keras_psplus.core.base import threads
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.pipeline import crossings
-from keras_psplus.pipeline.base import batch_parts, microbatches, needed, schedule
+from keras_psplus.pipeline import traffic
+from keras_psplus.pipeline.base import microbatches, schedule
 from keras_psplus.pipeline.graph import devices
 from keras_psplus.pipeline.replicas import TraceAgain
 from keras_psplus.pipeline.step import train_step
@@ -24,7 +24,6 @@ from keras_psplus.pipeline.step.traced_step import PipelineStep
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.pipeline.context import PipelineContext
-
 
 # Prefetching of batches to the stages that need them, during the previous step.
 
@@ -102,7 +101,6 @@ class _GivenBatch(NamedTuple):
     """A batch as a traced function takes it.
 
     Attributes:
-        batch: Structure of tensors; with several pipelines, `batch_parts.CutBatch.leaves`.
         like: With several pipelines, a structure like the batch; else None.
     """
 
@@ -155,11 +153,7 @@ class Functions:
         return results
 
     def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
-        """Does something with the `tf.function` for a batch.
-
-        Args:
-            use: Function of the `tf.function` and of its argument.
-        """
+        """Does something with the `tf.function` for a batch."""
         given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
         self._context.finish_writes()
@@ -177,7 +171,7 @@ class Functions:
     def _cut(self, batch: Any) -> _GivenBatch:
         strategy = self._engine.strategy
         if strategy.pipelines > 1:
-            parts = batch_parts.cut(batch, strategy.microbatches, strategy.pipelines)
+            parts = microbatches.cut_batch(batch, strategy.microbatches, strategy.pipelines)
             if parts is not None:
                 like = tree.map_structure(lambda _: 0, batch)
                 return _GivenBatch(parts.rows, parts.leaves, like)
@@ -204,13 +198,13 @@ class Functions:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
         trains = self._trains is not None
         compressor = strategy.compression if trains else None
-        scale = None if compressor is None else crossings.loss_scale(self._trains)
+        scale = None if compressor is None else traffic.loss_scale(self._trains)
         with PipelineStep(self._engine, context, count, rows, self._order, trains) as step:
             step.clock = context.times.clock() if self._counts else None
             if like is not None:
                 assert key[0] is not None
-                parts = batch_parts.CutBatch(key[0], batch)
-                batch = batch_parts.join(parts, like, count * strategy.pipelines, step)
+                parts = microbatches.CutBatch(key[0], batch)
+                batch = microbatches.join_batch(parts, like, count * strategy.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
             if self._compiles is not None:
@@ -222,13 +216,13 @@ class Functions:
         step.finish_backward()
         encoded, transfers = [], step.over_pipelines.crossings
         if compressor is not None:
-            encoded += crossings.compress_gradients(graph, transfers, compressor, scale)
+            encoded += traffic.compress_gradients(graph, transfers, compressor, scale)
         between = devices.place(graph, before, context.stages)
         moments = None
         if step.clock is not None:
-            moments = step.clock.moments(needed.operations(graph, results))
+            moments = step.clock.moments(microbatches.operations(graph, results))
         if strategy.activation_compression is not None:
-            encoded += crossings.compress_activations(
+            encoded += traffic.compress_activations(
                 graph, step.activations, between, context.stages, strategy.activation_compression
             )
         self._used_on[key] = [
@@ -251,7 +245,6 @@ class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
     Args:
-        step_function: Its `train_step` or `test_step`.
         divides: Whether losses and gradients are computed micro-batch by micro-batch.
     """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,14 +21,116 @@ from keras_psplus.pipeline.base.gradients import JoinedCalls
 from keras_psplus.pipeline.graph import boundary
 from keras_psplus.pipeline.graph.boundary import BackwardOperations
 from keras_psplus.pipeline.graph.recompute import StageReplay
-from keras_psplus.pipeline.replicas import Copied, PipelineSums
+from keras_psplus.pipeline.replicas import Copied, PipelineSums, Reads
 from keras_psplus.pipeline.step import compiled_stages
-from keras_psplus.pipeline.step.stage_clock import StageClock
-from keras_psplus.pipeline.step.turns import Microbatch, StageAction
+from keras_psplus.pipeline.step.times import Segment, StageClock
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.pipeline.context import PipelineContext
+
+
+class Microbatch:
+    """Context in which layers are called for one micro-batch.
+
+    Args:
+        first: Its first row in the batch.
+        end: One past its last row.
+        fraction: Its part of the batch's rows.
+        reads: For each pipeline, a context in which its copies of weights are read.
+
+    Attributes:
+        pipeline: Number of the pipeline that it goes through.
+        turn: Its number among those of its pipeline.
+        reads: A context in which the pipeline's copies of weights are read.
+        sums: How many sums over micro-batches it has asked for.
+    """
+
+    def __init__(
+        self,
+        step: PipelineStep,
+        number: int,
+        first: int,
+        end: int,
+        fraction: float,
+        reads: list[Reads],
+    ) -> None:
+        self._step = step
+        self.number, self.first, self.end, self.fraction = number, first, end, fraction
+        self.turn, self.pipeline = divmod(number, len(reads))
+        self.reads = reads[self.pipeline]
+        self.sums = 0
+
+    def __enter__(self) -> Microbatch:
+        self.reads.__enter__()
+        self._step.part = self
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._step.part = None
+        self.reads.__exit__(*exc)
+
+
+class StageAction:
+    """Context of a stage's action on one micro-batch, after its previous action.
+
+    Without that order, a stage with one thread would do a part of every micro-batch before it sends
+    the first of them. Operations wait for those that were traced before, so there can be no cycle.
+
+    Args:
+        direction: `schedule.FORWARD` or `schedule.BACKWARD`.
+    """
+
+    def __init__(self, step: PipelineStep, stage: int, part: Microbatch, direction: str) -> None:
+        self._step, self._reads, self._action = step, part.reads, (direction, part.turn)
+        self._worker = part.pipeline * len(step.stages.devices) + stage
+        self._of_inputs: list[tf.Tensor] = []
+        self._segment: Segment | None = None
+
+    def begins_with(self, given: Any) -> None:
+        """Notes with what it begins, before it is entered."""
+        if self._step.clock is not None:
+            self._segment = self._step.clock.begin(self._worker, self._action, given)
+
+    def __enter__(self) -> StageAction:
+        self._context = contextlib.ExitStack()
+        if self._action[0] == schedule.BACKWARD:
+            self._graph = tf.compat.v1.get_default_graph()
+            self._first = len(self._graph.get_operations())
+        # A layer that computes itself again for its gradients reads its weights again.
+        self._context.enter_context(self._reads)
+        self._context.enter_context(tf.control_dependencies(list(self._tensors_before())))
+        return self
+
+    def __exit__(self, *exc: Any) -> Any:
+        if self._action[0] == schedule.BACKWARD:
+            made = self._graph.get_operations()[self._first :]
+            self._step.note_backward(self._worker, self._action[1], made, self._of_inputs)
+        return self._context.__exit__(*exc)
+
+    def _tensors_before(self) -> Iterator[tf.Tensor]:
+        traced, done = self._step.traced[self._worker], self._step.done[self._worker]
+        direction = self._action[0]
+        last = next((one for one in reversed(traced) if one[0] == direction), None)
+        if last == self._action:
+            return  # A later layer of the same turn.
+        traced.append(self._action)
+        if direction == schedule.BACKWARD:
+            return
+        wanted = {last, *self._step.before[self._worker].get(self._action, ())} - {None}
+        if self._segment is not None:
+            self._segment.after |= wanted
+        for action in sorted(wanted):
+            yield from done.get(action, ())
+
+    def ends_with(self, tensors: list[tf.Tensor], activations: list[tf.Tensor]) -> None:
+        """Notes what is computed last, and what other stages may need."""
+        self._step.activations += activations
+        self._of_inputs = activations
+        if self._segment is not None and self._step.clock is not None:
+            self._step.clock.end(self._segment, self._worker, tensors, activations)
+        if tensors:
+            self._step.done[self._worker][self._action] = list(tensors)
 
 
 @dataclasses.dataclass
@@ -51,7 +154,6 @@ class PipelineStep(ReplicaStep):
     stage's device. What is between layers is left to `devices.place`.
 
     Args:
-        count: Number of micro-batches.
         rows: Rows of the batch, where tensors do not tell; None if they do.
         order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
             ones; None for none that does.
@@ -61,7 +163,6 @@ class PipelineStep(ReplicaStep):
         activations: What layers have returned, and gradients by what they were called with.
         updates: What the train step asks of optimizers, for later; None if it is done at once.
         traced: For each worker, what it does for which micro-batch, in the order of the trace.
-        over_pipelines: `PipelineSums`, which sums gradients over pipelines.
         clock: `StageClock` that reads when stages begin and end, or None.
     """
 
@@ -236,7 +337,6 @@ class PipelineStep(ReplicaStep):
         """Calls layers of one stage, for the micro-batch that is traced.
 
         Args:
-            layers: The layers, and other operations of the model.
             key: What calls of the same function have in common.
         """
 

@@ -23,7 +23,6 @@ from keras_psplus.keras_internals.keras_parts import (
     unpack_x_y_sample_weight,
 )
 from keras_psplus.pipeline.base import gradients
-from keras_psplus.pipeline.step.turns import Microbatch
 
 # Losses of Keras that compare the rows of a batch, or divide by sums over them.
 _COUPLING = ("Circle", "Dice", "Tversky")
@@ -106,7 +105,7 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
 
 
 def _forward_and_backward(
-    model: keras.Model, part: Microbatch, weights: list[keras.Variable], data: tuple[Any, Any, Any]
+    model: keras.Model, part: Any, weights: list[keras.Variable], data: tuple[Any, Any, Any]
 ) -> tuple[Any, tf.Tensor, list[Any]]:
     """Outputs, loss, and gradients of a micro-batch, times its part of the batch's rows."""
     x, y, sample_weight = data

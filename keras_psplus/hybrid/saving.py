@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import STEM, read_list, stems_of, write_list
-from keras_psplus.hybrid.rpc.servers import Servers
+from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.table import Table
 from keras_psplus.log import logger
 from keras_psplus.tables.snapshot import needs_whole
@@ -18,10 +18,6 @@ def save(servers: Servers, tables: Iterable[Table], directory: str) -> None:
 
     Args:
         directory: The folder; `full_path` has made it one path for all tasks.
-
-    Raises:
-        TableServerError: If a server cannot write, or is lost.
-        OSError: If this process cannot write.
     """
     before = read_list(directory)
     content = begin(servers, tables, directory)
@@ -39,12 +35,6 @@ def begin(
 
     Args:
         chain: That of the list before, in the same folder.
-
-    Returns:
-        Content of the list, for `finish`.
-
-    Raises:
-        TableServerError: If a server cannot, or is lost.
     """
     stem = f"{STEM}-{uuid.uuid4().hex[:12]}"
     before = [] if needs_whole([one["changes"] for one in chain]) else list(chain)
@@ -60,15 +50,8 @@ def finish(
     """Waits until all servers have written; their files count once a list has them.
 
     Args:
-        content: What `begin` has returned.
         stems: Beginnings of the names of files that stay if a server cannot write; None if that
             is not known.
-
-    Returns:
-        Content of the list.
-
-    Raises:
-        TableServerError: If a server cannot write, or is lost.
     """
     try:
         answers = servers.ask_all("end_save")
@@ -85,15 +68,7 @@ def finish(
 
 
 def load(servers: Servers, tables: Iterable[Table], directory: str) -> None:
-    """Reads all tables, which are found by their names.
-
-    Args:
-        servers: `servers.Servers`, any number of them.
-
-    Raises:
-        ValueError: If the folder has no such tables.
-        TableServerError: If a server cannot read.
-    """
+    """Reads all tables, which are found by their names."""
     listed = read_list(directory)
     if listed is None:
         raise ValueError(
@@ -125,11 +100,7 @@ def request_of(
 
     Args:
         pairs: Tables and their entries in the list.
-        listed: Content of the list.
         is_strict: Whether the optimizers must be those that the tables had.
-
-    Raises:
-        ValueError: If one is another.
     """
     places = [
         (table.key, entry["key"], _slots_to_read(table, entry, is_strict)) for table, entry in pairs

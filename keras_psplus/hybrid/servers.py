@@ -1,26 +1,120 @@
-"""All parameter servers of a job, as a worker knows them."""
+"""All parameter servers of a job, and a worker's requests, which count once.
+
+A client numbers its requests, and repeats those whose answers were lost. Each request has the
+number up to which the client has all answers: those the server forgets, except for that number,
+which identifies a request that arrives late, or that somebody has overheard and replays.
+"""
 
 import atexit
 import collections
 import contextlib
 import functools
+import itertools
 import json
+import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
+from keras_psplus.all_reduce.liveness.stalls import StepMarks
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.cluster.channel.tls import Tls
 from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import signals
+from keras_psplus.core.batch.batches import World
 from keras_psplus.errors import TableServerError, TableServerLostError
-from keras_psplus.hybrid.rpc.calls import RowKey, RpcClient
-from keras_psplus.hybrid.rpc.tickets import TicketBook
+from keras_psplus.hybrid.calls import RowKey, RpcClient
 from keras_psplus.log import logger
 from keras_psplus.process_identity import own_id
+
+_LATE = {"error": "This request has had its answer. Received: a request that comes again"}
+
+
+class TicketBook:
+    """A client's side: numbers its requests."""
+
+    def __init__(self) -> None:
+        self._client, self._numbers = uuid.uuid4().hex, itertools.count(1)
+        self._last, self._open, self._lock = 0, set[int](), threading.Lock()
+
+    def open(self) -> int:
+        """The number of a new request."""
+        with self._lock:
+            self._last = next(self._numbers)
+            self._open.add(self._last)
+            return self._last
+
+    def close(self, number: int) -> None:
+        """Notes that a request's answer has come, or is not waited for any more."""
+        with self._lock:
+            self._open.discard(number)
+
+    def ticket(self, number: int) -> tuple[str, int, int]:
+        """Ticket of a request: client, number, and number up to which all are answered."""
+        with self._lock:
+            return self._client, number, min(self._open, default=self._last + 1) - 1
+
+
+class Tickets:
+    """Server's record of received requests, and of answers that clients may request again."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, _Client] = {}
+        self._lock = threading.Lock()
+
+    def take(self, client: str, number: int, read: int) -> bool:
+        """Notes a request.
+
+        Args:
+            client: What tells its client from others.
+            read: The number up to which the client has all answers.
+
+        Returns:
+            Whether it has not come before.
+        """
+        with self._lock:
+            known = self._clients.setdefault(client, _Client())
+            known.forget(read)
+            is_new = number > known.read and number not in known.answers
+            if is_new:
+                known.answers[number] = None
+            return is_new
+
+    def put(self, client: str, number: int, answer: dict[str, Any]) -> None:
+        """Keeps an answer until the client has it."""
+        with self._lock:
+            known = self._clients[client]
+            if number in known.answers:  # Otherwise it is not waited for any more.
+                known.answers[number] = answer
+
+    def answer(self, client: str, number: int) -> dict[str, Any] | None:
+        """The answer to a request that has come; None if it is not done yet."""
+        with self._lock:
+            return self._clients[client].answers.get(number, _LATE)
+
+    def __len__(self) -> int:
+        return sum(len(client.answers) for client in self._clients.values())
+
+
+class _Client:
+    """The last number up to which a client has all answers, and its requests beyond."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.answers: dict[int, dict[str, Any] | None] = {}
+
+    def forget(self, read: int) -> None:
+        if read > self.read:
+            self.read = read
+            self.answers = {n: answer for n, answer in self.answers.items() if n > read}
+
 
 # Requests to a table server by its control channel, as JSON.
 
@@ -37,13 +131,7 @@ _ANOTHER_PROCESS = (
 
 
 class ControlLink:
-    """Requests that are not part of training steps.
-
-    Args:
-        name: The server's task name, such as `"ps-0"`.
-        address: Its `host:port`.
-        timeout: Seconds that a request may take without progress.
-    """
+    """Requests that are not part of training steps."""
 
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         self.name, self.address = name, address
@@ -159,10 +247,8 @@ class Servers:
     """The parameter servers of a job.
 
     Args:
-        timeout: Seconds that a call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
-        has_begun: As of `RpcClient`.
     """
 
     def __init__(
@@ -208,10 +294,6 @@ class Servers:
         Args:
             agreed: Text that has to be equal in all processes of the job.
             replicas: Number of replicas, as well.
-            timeout: Seconds to wait for a server.
-
-        Raises:
-            ClusterStartupError: If one does not come, or is another job's.
         """
         self._startup_timeout = timeout
         own = {"worker": self._task.name, "process": own_id()}
@@ -269,11 +351,7 @@ class Servers:
         self._made.append((what, arguments))
 
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Asks all servers for something, and waits until all of them have done it.
-
-        Raises:
-            TableServerError: The first one's, if some have not.
-        """
+        """Asks all servers for something, and waits until all of them have done it."""
         answers, errors, waits = [], [], []
         for link in self._control:
             try:
@@ -295,11 +373,7 @@ class Servers:
         return list(self._peers)
 
     def find_restarted(self, index: int) -> ControlLink | None:
-        """Connects to a server that has restarted; returns None if it has not.
-
-        Raises:
-            TableServerError: If it does not answer.
-        """
+        """Connects to a server that has restarted; returns None if it has not."""
         if index not in self._unnamed:
             self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
         nonce = self._unnamed[index].request("who")["nonce"]
@@ -313,11 +387,7 @@ class Servers:
         """Gives a server that was started again what the one before had.
 
         Args:
-            link: What `find_restarted` has returned.
             load: From where it loads its rows: arguments of the request `"load"`.
-
-        Raises:
-            TableServerError: If it cannot.
         """
         assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
         link.request(
@@ -386,3 +456,38 @@ class Servers:
                 ControlLink(name, address, self._secret, _SHUTDOWN_SECONDS).request("shutdown")
             except TableServerError:
                 pass  # It has ended, or hangs.
+
+
+class StallProbe(all_reduce_stalls.StallProbe):
+    """Probe of `stalls.Inspector` on a worker.
+
+    Args:
+        is_sync: Whether servers apply a step's gradients of all workers at once.
+        servers: Function that returns the `Servers`, which are there before the first step.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        progress: Progress,
+        marks: StepMarks,
+        world: World,
+        is_sync: bool,
+        servers: Callable[[], Servers],
+    ) -> None:
+        super().__init__(task, progress, marks)
+        self._world, self._is_sync, self._servers = world, is_sync, servers
+
+    def describe(self, entered: int) -> str:
+        servers = self._servers()
+        silent = stalls.unresponsive_tasks(dict(servers.peers))
+        if silent:
+            return f"a table; not arrived: {', '.join(silent)} (no answer)"
+        if self._is_sync and self._is_ahead(servers.pushes()):
+            return f"the barrier of the tables; not arrived: {self.missing(entered)}"
+        return super().describe(entered)
+
+    def _is_ahead(self, pushes: Iterable[Sequence[int]]) -> bool:
+        """Whether this worker has pushed at a step at which another one has not."""
+        own = range(self._world.rank, self._world.rank + self._world.local_replicas)
+        return any(max(of_table[i] for i in own) > min(of_table) for of_table in pushes)

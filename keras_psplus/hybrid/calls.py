@@ -144,9 +144,6 @@ class RpcClient:
     what may overlap needs its own link.
 
     Args:
-        name: The server's task name, such as `"ps-0"`.
-        address: Its `host:port`.
-        timeout: Seconds that one call may take.
         patience: Seconds for which a server that cannot be reached is called again.
         recovers: Whether a server that is started again is given what the one before had.
         key: `rpc_auth.RowKey` that every call begins with, or None.

@@ -99,8 +99,6 @@ class ChunkedRows:
     """Matrix that grows by rows; its methods may be called in graphs.
 
     Args:
-        columns: Its columns.
-        dtype: Its type.
         most: The most rows that it may have; None for `MOST_ROWS`.
     """
 
@@ -165,7 +163,6 @@ def _functions(
 
     Args:
         starts: First row of each chunk.
-        sizes: Rows of each chunk.
         small: Rows of those that come in the place of the first one. Handles are of these and of
             the chunks, and as many of them as are used have had memory.
     """

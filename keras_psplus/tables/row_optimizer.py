@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.rows.chunks import ChunkedRows
+from keras_psplus.tables.chunks import ChunkedRows
 
 _UNSUPPORTED = {
     "use_ema": "leave it out",
@@ -191,9 +191,6 @@ class OptimizerTurns:
     """Optimizers that a table has one after the other.
 
     A step that was traced with an earlier one knows slots that later rows lack.
-
-    Args:
-        name: Name of the table, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -241,11 +238,7 @@ def config_of(
     constraint: keras.constraints.Constraint | None,
     regularizer: keras.regularizers.Regularizer | None,
 ) -> dict[str, Any]:
-    """Configuration of a user's optimizer for parameter servers, ready for JSON.
-
-    Raises:
-        ValueError: If the optimizer cannot be applied to rows.
-    """
+    """Configuration of a user's optimizer for parameter servers, ready for JSON."""
     for option, fix in _UNSUPPORTED.items():
         if getattr(optimizer, option):
             raise ValueError(

@@ -15,15 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_psplus.tables import chunks
+from keras_psplus.tables.chunks import MOST_ROWS, ChunkedRows, FrozenRows, places_of, traced_once
 from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
-from keras_psplus.tables.rows import chunks
-from keras_psplus.tables.rows.chunks import (
-    MOST_ROWS,
-    ChunkedRows,
-    FrozenRows,
-    places_of,
-    traced_once,
-)
 
 PARTS = 64
 _FEW = 1 << 18
@@ -342,7 +336,6 @@ class KeyRows:
     """Rows of keys, with each row's frequency and last use.
 
     Args:
-        name: Name of the table, for messages.
         update: Function that returns the number of the update that goes on.
         *others: `ChunkedRows` that have as many rows.
 

@@ -1,1 +1,0 @@
-"""Calls of the table servers: clients, tickets and access keys."""

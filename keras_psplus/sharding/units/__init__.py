@@ -1,1 +1,0 @@
-"""Units: what gathers weights for the layers of a step, and again for backward."""

@@ -1,1 +1,0 @@
-"""Rows of keys in memory, and a Keras optimizer on them."""
