@@ -16,8 +16,8 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus import specs
-from keras_psplus.catalogue import entries, lookup
+from keras_psplus import catalogue, specs
+from keras_psplus.catalogue import Entry
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.monitor.json_log import JsonLog
@@ -170,11 +170,10 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
     """
     _check_spec("compression", given, specs.COMPRESSION, specs.COMPRESSION_ALLOWED)
     _check_spec("updates", given, specs.UPDATES, specs.UPDATES_ALLOWED)
-    if strategy is None:
-        return
-    entry = entries.read(lookup.find(strategy))
+    if strategy is None or (entry := catalogue.find(strategy)) is None:
+        return  # A file of the user's own is imported by the tasks.
     _check_layout(entry, layout, strategy)
-    problem = lookup.problem_with(entry, given)
+    problem = entry.problem_with(given)
     if problem is None and "updates" in given:
         problem = _problem_with_updates(entry, given["updates"])
     if problem is not None:
@@ -190,10 +189,8 @@ def chief_of(options: flags.FlagValues) -> bool:
     """
     if options.chief is not None:
         return bool(options.chief)
-    return options.ps > 0 or (
-        options.strategy is not None
-        and entries.read(lookup.find(options.strategy)).strategy == "PipelineStrategy"
-    )
+    entry = None if options.strategy is None else catalogue.find(options.strategy)
+    return options.ps > 0 or (entry is not None and entry.strategy == "PipelineStrategy")
 
 
 def _check_spec(
@@ -203,12 +200,12 @@ def _check_spec(
         raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
 
 
-def _check_layout(entry: entries.Entry, layout: Mapping[str, int], strategy: str) -> None:
+def _check_layout(entry: Entry, layout: Mapping[str, int], strategy: str) -> None:
     workers, ps, chief = layout["workers"], layout["ps"], layout["chief"]
     needed = None
-    if entry.strategy in ("MultiWorkerMirroredStrategy", "get_strategy") and ps:
+    if entry.strategy in ("MultiWorkerMirroredStrategy", None) and ps:
         needed = "has no use for parameter servers: leave out --ps, or take one of " + ", ".join(
-            name for name in lookup.names() if "parameter_server" in name or "hybrid" in name
+            name for name in catalogue.ENTRIES if "parameter_server" in name or "hybrid" in name
         )
     elif entry.strategy in ("ParameterServerStrategy", "HybridStrategy") and not ps:
         needed = "needs parameter servers: add --ps 1, or take --strategy all_reduce"
@@ -218,22 +215,12 @@ def _check_layout(entry: entries.Entry, layout: Mapping[str, int], strategy: str
         needed = "keeps variables on its workers, and has no parameter servers: leave out --ps"
     elif entry.strategy == "PipelineStrategy" and not (chief and workers):
         needed = "needs a chief, and a worker for each stage: leave out --nochief and --workers 0"
-    elif entry.strategy == "PipelineStrategy":
-        needed = _check_pipelines(entry.options.get("pipelines"), workers)
     if needed:
         received = f"--workers={workers}, --ps={ps}, --{'' if chief else 'no'}chief"
         raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")
 
 
-def _check_pipelines(pipelines: Any, workers: int) -> str | None:
-    if not isinstance(pipelines, int) or pipelines < 1 or workers % pipelines == 0:
-        return None
-    few, many = workers // pipelines * pipelines, -(-workers // pipelines) * pipelines
-    fitting = f"--workers {many}" if few == 0 else f"--workers {few} or {many}"
-    return f"has {pipelines} pipelines, each with as many workers: pass {fitting}"
-
-
-def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
+def _problem_with_updates(entry: Entry, text: str) -> str | None:
     name = text.partition(":")[0]
     plain = "take --strategy all_reduce without --ps"
     if entry.strategy == "HybridStrategy" and name != "accumulate":
@@ -241,7 +228,7 @@ def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
     if entry.strategy == "ParameterServerStrategy":
         if name == "diloco":
             return f"takes accumulate and local_sgd, as its workers come one by one: {plain}"
-        if entry.options.get("mode") == "sync" or "max_staleness" in entry.options:
+        if entry.arguments.get("mode") == "sync" or "max_staleness" in entry.arguments:
             return "takes no updates: they need --strategy async_parameter_server"
     return None
 
@@ -317,14 +304,12 @@ def check_range(options: flags.FlagValues, chief: bool) -> None:
             f"ParameterServerStrategy: add --ps 1, or give --workers one number. {received}, "
             f"--ps={options.ps}, --{'' if chief else 'no'}chief"
         )
-    if options.strategy is None:
-        return  # The script's own says whether it can.
-    entry = entries.read(lookup.find(options.strategy))
-    if entry.strategy != "ParameterServerStrategy":
+    entry = None if options.strategy is None else catalogue.find(options.strategy)
+    # One of the user's own says itself whether it can.
+    if entry is not None and entry.strategy != "ParameterServerStrategy":
         raise UsageError(
-            f"{options.strategy} needs all of its workers, or may choose a strategy that does: "
-            "give --workers one number, or take --strategy async_parameter_server. "
-            f"{received}, --strategy={options.strategy}"
+            f"{options.strategy} needs all of its workers: give --workers one number, or take "
+            f"--strategy async_parameter_server. {received}, --strategy={options.strategy}"
         )
 
 
@@ -494,14 +479,14 @@ def variables(options: flags.FlagValues, layout: dict[str, int]) -> dict[str, st
     """
     given = {
         option: text
-        for option in lookup.OPTION_VARIABLES
+        for option in catalogue.OPTION_VARIABLES
         if (text := getattr(options, option)) is not None
     }
     strategy = options.strategy
     check_combination(strategy, layout, given)
-    found = {lookup.OPTION_VARIABLES[option]: text for option, text in given.items()}
+    found = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
     if strategy is not None:
-        path = lookup.find(strategy)
-        name = path.stem if lookup.is_entry(strategy) else str(path)
-        found[lookup.STRATEGY_VARIABLE] = name
+        is_entry = catalogue.find(strategy) is not None
+        path = pathlib.Path(strategy).expanduser().resolve()
+        found[catalogue.STRATEGY_VARIABLE] = strategy if is_entry else str(path)
     return found

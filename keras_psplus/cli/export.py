@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from keras_psplus.catalogue import entries, lookup
+from keras_psplus import catalogue
 from keras_psplus.cli import command_flags, manifests
 from keras_psplus.cluster.discovery import launchers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -96,7 +96,7 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
             )
     strategy = options.strategy
     given = [
-        (option, getattr(options, option)) for option in ("strategy", *lookup.OPTION_VARIABLES)
+        (option, getattr(options, option)) for option in ("strategy", *catalogue.OPTION_VARIABLES)
     ]
     chosen = [f"--{option}={value}" for option, value in given if value is not None]
     words = ["keras-psplus", "exec", *chosen, *command]
@@ -114,7 +114,8 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         "claim": options.backup_claim,
     }
     if options.jobset:
-        kind = None if strategy is None else entries.read(lookup.find(strategy)).strategy
+        entry = None if strategy is None else catalogue.find(strategy)
+        kind = None if entry is None else entry.strategy
         text = manifests.jobset(values, counts, kind, options.max_restarts, least)
     else:
         text = manifests.indexed_job(values, counts, options.max_restarts)

@@ -20,11 +20,10 @@ from typing import Any
 from absl import flags
 
 import keras_psplus
-from keras_psplus.catalogue import entries, lookup
+from keras_psplus import catalogue
 from keras_psplus.cli import command_flags
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.planning import links_file, table
 from keras_psplus.planning.step_bytes import traits_of
 from keras_psplus.planning.table import Cluster
@@ -262,22 +261,25 @@ def _stages(answer: dict[str, Any]) -> tuple[Any, str]:
 
 def _table(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], str]:
     """Rows of all entries but pipelines, as JSON and as text."""
-    paths = {name: lookup.find(name) for name in lookup.names()}
-    stages = [n for n, p in paths.items() if entries.read(p).strategy == "PipelineStrategy"]
-    traits = {n: traits_of(p.read_text()) for n, p in paths.items() if n not in stages}
+    traits, stages = {}, []
+    for name, entry in catalogue.ENTRIES.items():
+        if entry.strategy == "PipelineStrategy":
+            stages.append(name)
+        else:
+            traits[name] = traits_of(entry.strategy, entry.arguments)
     plan = table.plan(table.Facts.from_json(answer), traits, cluster)
     return plan.as_dict(), f"{plan}\n{', '.join(stages)}: see keras-psplus plan --stages N"
 
 
 def _environment(request: Mapping[str, Any]) -> dict[str, str]:
     # The plan is that of one process or a pipeline, whatever this shell was set up for.
-    dropped = ("TF_CONFIG", *lookup.OPTION_VARIABLES.values())
+    dropped = ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values())
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         **inherited,
-        lookup.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
-        launch_flags.PLAN_REQUEST_VARIABLE: json.dumps(request),
+        catalogue.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
+        catalogue.PLAN_REQUEST_VARIABLE: json.dumps(request),
         # `_problem` sees by the frames whether the library has refused something.
         _FULL_TRACEBACK: "1",
         "PYTHONPATH": python_path(),

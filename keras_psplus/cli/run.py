@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import flags
 
+from keras_psplus import catalogue
 from keras_psplus.arguments import whole_number
-from keras_psplus.catalogue import entries, lookup
 from keras_psplus.cli import command_flags
 from keras_psplus.cluster import environment, processes
 from keras_psplus.cluster.console import Console, drop_unwritten, warn
@@ -251,11 +251,11 @@ def _flags() -> flags.FlagValues:
 
 def _listing() -> str:
     """The catalogue's entries with a line each."""
-    titles = {name: entries.read(lookup.find(name)).title for name in lookup.names()}
-    width = max(map(len, titles), default=0) + 2
+    width = max(map(len, catalogue.ENTRIES)) + 2
+    indent = " " * width
     return "\n".join(
-        textwrap.fill(title, 100, initial_indent=name.ljust(width), subsequent_indent=" " * width)
-        for name, title in titles.items()
+        textwrap.fill(e.title, 100, initial_indent=name.ljust(width), subsequent_indent=indent)
+        for name, e in catalogue.ENTRIES.items()
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from absl import flags
 
 from keras_psplus.cli import command_flags
+from keras_psplus.cluster import environment
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.discovery.find import find_task_config
-from keras_psplus.cluster.launcher import launch_flags
 
 _USAGE = """
 usage: keras-psplus serve [flags]
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
                 "serve needs a TF_CONFIG whose task is a ps or a worker. "
                 f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
             )
-        may_leave = launch_flags.min_workers() is not None and config.task_type == "worker"
+        may_leave = environment.min_workers() is not None and config.task_type == "worker"
     except (command_flags.UsageError, ClusterConfigError) as error:
         return command_flags.complain("serve", error)
     from keras_psplus.cluster.serving.serve import serve  # not needed for --help

@@ -11,7 +11,12 @@ import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from keras_psplus.cluster.config import EVALUATOR, TaskConfig, read_task_config
+from keras_psplus.cluster.config import (
+    EVALUATOR,
+    ClusterConfigError,
+    TaskConfig,
+    read_task_config,
+)
 from keras_psplus.cluster.ports import free_ports
 
 # GPUs of this machine, and those that each of its tasks sees.
@@ -203,6 +208,21 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def min_workers() -> int | None:
+    """Number of workers with which the launcher says that training begins, or None.
+
+    Raises:
+        ClusterConfigError: If the variable is not a number.
+    """
+    text = os.environ.get(MIN_WORKERS_VARIABLE, "")
+    if text and not text.isdecimal():
+        raise ClusterConfigError(
+            f"{MIN_WORKERS_VARIABLE} must be the number of workers with which training begins. "
+            f"Received: {MIN_WORKERS_VARIABLE}={text!r}"
+        )
+    return int(text) if text else None
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives import gradients
@@ -20,7 +20,6 @@ from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.secret import Secret
 from keras_psplus.cluster.serving import serve as cluster_serve
 from keras_psplus.cluster.startup.local_address import listen_on_own_address
@@ -143,7 +142,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
         shard_group: int | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         placement_module.check_placement(placement)
@@ -193,7 +192,7 @@ class HybridStrategy(TableSaving, MultiWorkerMirroredStrategy):
                 _serve_and_exit(
                     task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
                 )
-        with launch_flags.settled():
+        with catalogue.settled():
             super().__init__(
                 None,
                 communication_options,

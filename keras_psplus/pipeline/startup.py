@@ -24,8 +24,8 @@ def read_task() -> config.TaskConfig | None:
         if job not in task.cluster:
             raise config.ClusterConfigError(
                 f"PipelineStrategy needs at least one `{job}` task: a chief that runs the script, "
-                "and one worker for each stage, as `keras-psplus run --workers 2 --strategy "
-                f"pipeline` starts them. Received: {task.describe()}"
+                "and one worker for each stage, as `keras-psplus run --chief --workers 2` starts "
+                f"them. Received: {task.describe()}"
             )
     if "ps" in task.cluster:
         raise config.ClusterConfigError(

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, startup
 from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import shown
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.process import memory
 from keras_psplus.tensor_parallel.engine import ModelParallelEngine
 from keras_psplus.tensor_parallel.extended import ModelParallelExtended
@@ -96,7 +95,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         topology: str | Sequence[Sequence[str | int]] | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         updates = updates_module.get(updates)
@@ -121,7 +120,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             self._extended_class = ModelParallelExtended
             # As with `shard=`, freed memory would stay in the process.
             memory.keep_little_freed_memory()
-        with launch_flags.settled():
+        with catalogue.settled():
             super().__init__(
                 cluster_resolver,
                 communication_options,

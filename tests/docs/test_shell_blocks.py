@@ -22,7 +22,7 @@ LANGUAGES = {
     *("diff", "mermaid", "file"),
 }
 BLOCKS = pages.all_blocks()
-PATHS = "benchmarks|docs|examples|keras_psplus|strategies|tests"
+PATHS = "benchmarks|docs|examples|keras_psplus|tests"
 COMMANDS = ("keras-psplus ", "make ", "pip install ", "python ")
 
 
@@ -35,7 +35,7 @@ def of(language):
 @pytest.fixture(autouse=True)
 def checkout(tmp_path, monkeypatch):
     """A folder as the reader has it: the checkout's, with a `train.py` of the reader's own."""
-    for name in ("examples", "benchmarks", "strategies", "tests", "pyproject.toml", "Makefile"):
+    for name in ("examples", "benchmarks", "tests", "pyproject.toml", "Makefile"):
         (tmp_path / name).symlink_to(pages.ROOT / name)
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
     monkeypatch.chdir(tmp_path)
