@@ -150,7 +150,7 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script):
         (["run", "--workers", "0", "SCRIPT"], "at least one worker"),
         (["run", "--strategy", "no_such", "SCRIPT"], "no entry 'no_such'"),
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
-        (["run", "--max_restarts", "-1", "SCRIPT"], "Received: max_restarts=-1"),
+        (["run", "--max_restarts", "-1", "SCRIPT"], "Received: --max_restarts=-1"),
         (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
         (["run", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["run", "--grace", "soon", "SCRIPT"], "Received: --grace=soon"),

@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from keras_psplus.cli import command_flags, main
+from keras_psplus.cli import main
 from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 from tests.support.tables import for_each
@@ -91,7 +91,7 @@ def check_launcher(words):
         return
     if command == "bench":
         return check_options(re.search(r"benchmarks/\w+\.py", module._USAGE)[0], arguments)
-    rest = command_flags.parse(module._flags(), arguments)
+    rest = module._parser().read(arguments).command
     if command in ("plan", "exec"):
         return check_options(rest[0], rest[1:])
     if command != "run":

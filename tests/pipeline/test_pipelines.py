@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.cli import command_flags
-from keras_psplus.cli.command_flags import UsageError
+from keras_psplus.cli import flags
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.pipeline.base import batch_parts
 from tests.pipeline import models
@@ -136,8 +136,8 @@ def test_tensors_are_cut_for_the_micro_batches_of_each_pipeline():
 
 def test_the_launcher_knows_pipelines():
     layout = {"workers": 4, "ps": 0, "chief": True}
-    command_flags.check_combination("pipeline", layout, {})
+    flags.check_combination("pipeline", layout, {})
     with pytest.raises(UsageError, match="has no `updates`"):
-        command_flags.check_combination("pipeline", layout, {"updates": "accumulate:2"})
+        flags.check_combination("pipeline", layout, {"updates": "accumulate:2"})
     with pytest.raises(UsageError, match="has one pipeline, which sends no gradients"):
-        command_flags.check_combination("pipeline", layout, {"compression": "int8"})
+        flags.check_combination("pipeline", layout, {"compression": "int8"})
