@@ -31,7 +31,7 @@ MUTANTS ?=
 # Tests choose their tier themselves: tests/support/tiers.py.
 TESTED := not extended and not matrix
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PACKAGING := pyproject.toml setup.cfg setup.py
+PACKAGING := pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix measure coverage coverage-all structure wheel bench docs lint clean
@@ -39,7 +39,7 @@ PACKAGING := pyproject.toml setup.cfg setup.py
 help:
 	@sed -n 's/^#   //p' Makefile
 
-# Each stamp says that .venv has the library with one extra, as the packaging files now have it.
+# Each stamp says that .venv has the library with one extra, as pyproject.toml now has it.
 $(VENV)/stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' || { \
 	  echo "keras_psplus needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ..." \
@@ -122,7 +122,7 @@ lint: $(VENV)/stamp-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/docs/docstrings.py
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs keras_psplus strategies examples \
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs keras_psplus examples \
 	  benchmarks tests
 
 clean:

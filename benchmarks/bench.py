@@ -61,9 +61,6 @@ def parse(argv=None):
     parser.add_argument(
         "--only", nargs="+", metavar="PATTERN", help="methods, as 'diloco' or 'torch/*'"
     )
-    parser.add_argument(
-        "--entry", nargs="+", default=[], metavar="FILE", help="further files with `strategy()`"
-    )
     parser.add_argument("--works", nargs="+", choices=work.SIZES["full"], help="what is trained")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N")
     parser.add_argument(
@@ -151,7 +148,7 @@ def parse(argv=None):
 
 def choose(args):
     """The methods that are asked for and can be run here."""
-    everything = methods.catalogue() + [methods.of_entry(path) for path in args.entry]
+    everything = methods.catalogue()
     if importlib.util.find_spec("tf_keras"):
         everything += methods.tf_keras()
     else:

@@ -23,7 +23,7 @@ _EXPORTS = {
     "TensorLayout": "keras_psplus.tensor_parallel",
     "single_process": "keras_psplus.core.models.live",
     "stage": "keras_psplus.pipeline",
-    "strategy_from_env": "keras_psplus.catalogue.lookup",
+    "strategy_from_env": "keras_psplus.catalogue",
     "task_type": "keras_psplus.cluster.discovery.find",
     "unit": "keras_psplus.core.models.building",
 }

@@ -16,21 +16,21 @@ keras_internals
 tf_internals communication planning versions
 engine
 cluster native
+catalogue
 compression datasets sidecar_evaluator tables updates
 callbacks
 core layers
 all_reduce parameter_server pipeline serving
 sharding
 hybrid tensor_parallel
-catalogue keras_hooks
+keras_hooks
 cli
 """
 # Within a package: its folders and files, from the bottom to the top.
 FOLDERS = """
 all_reduce: data collectives liveness startup reduction topology shard_option step reducers extended
     engine strategy
-catalogue: entries lookup
-cli: command_flags bench manifests serve status add_worker doctor run exec plan export main
+cli: flags bench manifests serve status add_worker doctor run exec plan export main
 cluster: console config ports process environment channel handshake discovery monitor preflight
     launcher serving processes testing in_process
 compression: outer_products averaging options base wire no_communication by_variable rows quantize
@@ -52,7 +52,7 @@ FOLDERS = {
     package: names.split() for package, names in re.findall(r"^(\w+): ([^:]*)$", FOLDERS, re.M)
 }
 # The package itself, whose import installs the hooks, and what runs the command line.
-TOP = {"__init__", "__main__", "strategies"}
+TOP = {"__init__", "__main__"}
 KNOWN = set().union(*LAYERS)
 
 

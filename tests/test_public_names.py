@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.catalogue import lookup
-from keras_psplus.cli import command_flags, export, run, serve
+from keras_psplus import catalogue
+from keras_psplus.cli import export, run, serve
+from keras_psplus.cli.flags import UsageError
 
 ALL = {
     *("communication", "engine", "is_chief", "load_state_dict", "progress", "state_dict", "task"),
@@ -44,8 +45,7 @@ def test_timeouts_have_the_same_names(kind):
 
 def test_one_default_of_schedule():
     assert inspect.signature(psp.PipelineStrategy.__init__).parameters["schedule"].default == "1f1b"
-    entry = lookup.find("pipeline").read_text()
-    assert "schedule=" not in entry
+    assert "schedule" not in catalogue.ENTRIES["pipeline"].arguments
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,51 @@ def test_one_default_of_schedule():
         (run, ["--no_chief"], ("chief", False)),
         (run, ["--nodry-run"], ("dry_run", False)),
         (run, ["--no-dry-run"], ("dry_run", False)),
+        (run, ["--chief=false"], ("chief", False)),
+        (run, ["--nochief", "--chief=True"], ("chief", True)),
+        (run, ["--dry-run=1"], ("dry_run", True)),
+        (run, ["--hosts=a, b"], ("hosts", ["a", "b"])),
         (export, ["--max-restarts=2"], ("max_restarts", 2)),
         (serve, ["--startup-timeout=2"], ("startup_timeout", 2)),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else None,
 )
 def test_flags_have_dashes_or_underscores(command, words, found):
-    values = command._flags()
-    assert command_flags.parse(values, words) == []
-    assert values[found[0]].value == found[1]
-    assert "--max-restarts, or underscores" in command_flags.help_text("", values)
+    options = command._parser().read(words)
+    assert options.command == [] and getattr(options, found[0]) == found[1]
+    assert "--max-restarts, or underscores" in command._parser().format_help()
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [["--help"], ["-h", "--ps=9"], ["a b", "--", "-x", "--workers"], ["--nochief", "--unknown"]],
+    ids=" ".join,
+)
+def test_what_is_behind_the_script_is_the_scripts(behind):
+    for dashes in ([], ["--"]):
+        options = run._parser().read(["--ps", "1", "--chief", *dashes, "train.py", *behind])
+        assert options.command == ["train.py", *behind]
+        assert (options.ps, options.chief, options.workers) == (1, True, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--work=2"], "no such flag. Did you mean: .* Received: --work=2"),
+        (
+            ["--workrs", "2", "train.py"],
+            "no such flag. Did you mean: workers\\? Received: --workrs",
+        ),
+        (["--ps=", "train.py"], "--ps needs a value. Received: --ps=''"),
+        (["--ps=1.5"], "--ps must be a whole number. Received: --ps=1.5"),
+        (["--timeout=-inf"], "--timeout must be a finite number. Received: --timeout=-inf"),
+        (["--grace", "-1"], "--grace must be at least 0. Received: --grace=-1"),
+        (["--restart=both"], "--restart: invalid choice: 'both'.*Received: --restart=both"),
+        (["--warm=maybe"], "'maybe'. Received: --warm=maybe"),
+        (["--log_dir"], "--log-dir: expected one argument. Received: --log_dir"),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else None,
+)
+def test_wrong_flags(words, message):
+    with pytest.raises(UsageError, match=message):
+        run._parser().read(words)

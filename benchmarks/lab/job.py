@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.02
 _TAIL_LINES = 25
 
 
-def run(lab, commands, timeout, leader, env=None):
+def run(lab, commands, timeout, leader):
     """Runs a command on each host until the leading task reports completion.
 
     Args:
@@ -23,7 +23,6 @@ def run(lab, commands, timeout, leader, env=None):
         commands: A list of arguments for each host.
         timeout: Seconds for all of it.
         leader: Rank of the task that leads. The others are ended with it.
-        env: Dict of further environment variables.
 
     Returns:
         The list of what the leader has printed as results (see `meter.RESULT`), and the error:
@@ -45,7 +44,6 @@ def run(lab, commands, timeout, leader, env=None):
             # For methods that are told along which path to send.
             "LAB_RACKS": json.dumps([lab.rack(rank) for rank in range(len(commands))]),
             "PYTHONPATH": os.pathsep.join([_BENCHMARKS, python_path()]),
-            **(env or {}),
         }
         logs = [pathlib.Path(folder, f"log-{rank}") for rank in range(len(commands))]
         processes = []

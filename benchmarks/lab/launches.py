@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-from keras_psplus.catalogue.lookup import STRATEGY_VARIABLE
 from keras_psplus.planning import step_bytes
 from lab import ideal, job, names, wire, work
 from tests.lab import netlab
@@ -149,7 +148,6 @@ def _launch(args, make_lab, method, workers, rates_by_work):
     }
     python = getattr(args, method.library, None) or sys.executable
     module = _MODULES.get(method.library, "lab.tensorflow_task")
-    env = {STRATEGY_VARIABLE: method.entry} if method.entry else {}
     with make_lab(len(jobs)) as lab:
         description["addresses"] = [lab.address(rank) for rank in range(len(jobs))]
         commands = [
@@ -158,7 +156,7 @@ def _launch(args, make_lab, method, workers, rates_by_work):
         ]
         if method.library == "jax" and isinstance(lab, netlab.Lab):
             commands = [names.resolving(c, lab.address(r)) for r, c in enumerate(commands)]
-        return job.run(lab, commands, args.timeout, leader, env)
+        return job.run(lab, commands, args.timeout, leader)
 
 
 def run(args, document, make_lab, methods, works, log):

@@ -2,11 +2,9 @@
 
 import dataclasses
 import fnmatch
-import pathlib
 
 from keras_psplus.planning.step_bytes import Traits, traits_of
 
-EXTRAS = pathlib.Path(__file__).parents[1] / "strategies"
 WORKS = ("dense", "sparse", "convolutional", "transformer")
 _SIMPLE = WORKS[:2]  # of which other libraries have a model here
 TITLES = {
@@ -26,16 +24,16 @@ class Method:
         name: Of the way.
         traits: `Traits`.
         works: Names of the works that it can do.
-        entry: For keras_psplus, what `--strategy` takes.
         dynamic: Whether the work's table is a `DynamicEmbedding`.
+        by_name: Whether it is measured only if a pattern asks for it.
     """
 
     library: str
     name: str
     traits: Traits
     works: tuple = WORKS
-    entry: str = ""
     dynamic: bool = False
+    by_name: bool = False
 
     @property
     def full_name(self):
@@ -49,27 +47,24 @@ class Method:
         return ["worker"] * workers + ["ps"] * servers + chief
 
 
-def of_entry(path, entry=None):
-    """The `Method` of a file of the catalogue's form."""
-    path = pathlib.Path(path)
-    source = path.read_text()
-    entry = entry or str(path.resolve())
-    dynamic = "\nDYNAMIC_TABLES = True" in source
-    return Method("keras_psplus", path.stem, traits_of(source), entry=entry, dynamic=dynamic)
-
-
 def catalogue():
     """Methods of all of keras_psplus's entries, those without communication first."""
-    from keras_psplus.catalogue import lookup
+    from lab import entries
 
-    entries = [of_entry(lookup.find(name), name) for name in lookup.names()]
-    for path in sorted(EXTRAS.glob("*.py")):
-        entry = of_entry(path)
-        # These are there for what dense gradients, or rows, are sent in.
-        work = "sparse" if entry.traits.path == "hybrid" else "dense"
-        entries.append(dataclasses.replace(entry, works=(work,)))
+    found = []
+    for name, entry in entries.everything().items():
+        # A compressor for each hop of racks counts as none.
+        plain = {k: value for k, value in entry.arguments.items() if not isinstance(value, dict)}
+        traits = traits_of(entry.strategy, plain)
+        traits = dataclasses.replace(traits, together=entries.TOGETHER.get(name, 1))
+        by_name, works = name in entries.COMPILED, WORKS
+        if name in entries.ENTRIES and not by_name:
+            # These are there for what dense gradients, or rows, are sent in.
+            works = ("sparse",) if traits.path == "hybrid" else ("dense",)
+        dynamic = name in entries.DYNAMIC
+        found.append(Method("keras_psplus", name, traits, works, dynamic, by_name))
     paths = ("alone", "all_reduce", "parameter_server", "hybrid", "tensor_parallel")
-    return sorted(entries, key=lambda entry: paths.index(entry.traits.path))
+    return sorted(found, key=lambda method: paths.index(method.traits.path))
 
 
 def tf_keras():
@@ -115,12 +110,13 @@ def select(methods, patterns):
     """Those whose name, or library and name, one of the patterns fits; all without patterns.
 
     A library's run without communication comes with its others, which are compared with it.
+    Those that are measured by name alone need a pattern.
 
     Raises:
         ValueError: If a pattern fits none.
     """
     if not patterns:
-        return list(methods)
+        return [method for method in methods if not method.by_name]
 
     def fits(method, pattern):
         names = (method.name, method.full_name)

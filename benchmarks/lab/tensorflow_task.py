@@ -33,9 +33,9 @@ def make_strategy(task):
         place = {"type": task.job, "index": task.index}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": place})
     if task.library == "keras_psplus":
-        import keras_psplus
+        from lab import entries
 
-        return keras_psplus.strategy_from_env()
+        return entries.make(task.name)
     if task.path == "alone":
         return tf.distribute.get_strategy()
     if task.path == "all_reduce":

@@ -19,7 +19,7 @@ from keras_psplus.arguments import shown, whole_number
 from keras_psplus.compression import ByVariable, Compressor, ErrorFeedback, methods
 from keras_psplus.updates import Updates
 
-# Modules of packages above this one, by name, as a file in `strategies/` is; by engines.
+# Modules of packages above this one, by name; by engines.
 _SHARDED = "keras_psplus.sharding.extended", "ShardedExtended"
 _BESIDE_TABLES = "keras_psplus.hybrid.engine", "ShardedHybridExtended"
 _ENGINES = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option, startup
 from keras_psplus.all_reduce.collectives import gradients
@@ -25,7 +25,6 @@ from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import MOST, number, seconds
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory, signals
@@ -133,7 +132,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         shard_group: int | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         seconds("startup_timeout", startup_timeout)

@@ -6,9 +6,7 @@ import pathlib
 import shlex
 import sys
 
-from absl import flags
-
-from keras_psplus.cli import command_flags
+from keras_psplus.cli.flags import Parser, UsageError
 from keras_psplus.cluster.launcher.task_ends import ADD_WORKER
 from keras_psplus.cluster.monitor import job as job_module
 
@@ -33,25 +31,19 @@ _ANSWER_SECONDS = 15.0
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns an exit code.
-
-    0, 1 if the job takes no worker, 2 for a wrong command line.
-    """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
+    """Runs the command; returns 0, or 1 if the job takes no worker."""
+    if any(word.partition("=")[0] in ("--hosts", "--host") for word in argv):
+        raise UsageError(_ELSEWHERE + shlex.join(argv))
+    rest = _parser().read(argv).command
+    if len(rest) != 1:
+        raise UsageError(
+            "name one job, by the process id of its launcher (`keras-psplus status`). "
+            f"Received: {shlex.join(rest) or 'no job'}"
+        )
     try:
-        if any(word.partition("=")[0] in ("--hosts", "--host") for word in argv):
-            raise command_flags.UsageError(_ELSEWHERE + shlex.join(argv))
-        rest = command_flags.parse(options, argv)
-        if len(rest) != 1:
-            raise command_flags.UsageError(
-                "name one job, by the process id of its launcher (`keras-psplus status`). "
-                f"Received: {shlex.join(rest) or 'no job'}"
-            )
         folder = _folder(rest[0])
-    except (OSError, command_flags.UsageError) as error:
-        return command_flags.complain(ADD_WORKER, error)
+    except OSError as error:
+        raise UsageError(str(error)) from None
     try:
         name = job_module.ask(folder, ADD_WORKER, _ANSWER_SECONDS)
     except (OSError, job_module.RequestError) as error:
@@ -61,8 +53,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _flags() -> flags.FlagValues:
-    return flags.FlagValues()
+def _parser() -> Parser:
+    return Parser(_USAGE)
 
 
 def _folder(job: str) -> pathlib.Path:
@@ -73,13 +65,13 @@ def _folder(job: str) -> pathlib.Path:
     found = [(folder, said) for folder, said in running if str(said["pid"]) == job]
     if not found:
         ranges = [str(said["pid"]) for _, said in running if said.get("min_workers") is not None]
-        raise command_flags.UsageError(
+        raise UsageError(
             f"no job of this user has a launcher with this process id; jobs that take workers: "
             f"{', '.join(ranges) or 'none'}. Received: {job}"
         )
     folder, said = found[0]
     if said.get("min_workers") is None:
-        raise command_flags.UsageError(
+        raise UsageError(
             "the job has a fixed number of workers: start it with a range, `keras-psplus run "
             f"--workers MIN:MAX`. Received: {job}, of {shlex.join(said['command'])}"
         )

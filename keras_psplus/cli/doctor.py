@@ -14,11 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
-
 import keras_psplus
 from keras_psplus import versions
-from keras_psplus.cli import command_flags
+from keras_psplus.cli.flags import Parser, UsageError
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.discovery import find
@@ -67,25 +65,14 @@ _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HOSTNAME",
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns an exit code.
-
-    0 if all is well, 1 if not, 2 for a wrong command line.
-    """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
-    try:
-        if command_flags.parse(options, argv):
-            raise command_flags.UsageError("doctor takes no arguments, only flags")
-    except command_flags.UsageError as error:
-        return command_flags.complain("doctor", error)
+    """Runs the command; returns 0 if all is well, else 1."""
+    options = _parser().read_flags(argv)
     if options.hooks:
         return show_hooks(as_json=options.json)
     if options.links:
         return show_links(as_json=options.json)
     if options.json:
-        wrong = command_flags.UsageError("--json goes with --hooks and --links. Received: --json")
-        return command_flags.complain("doctor", wrong)
+        raise UsageError("--json goes with --hooks and --links. Received: --json")
     problems: list[str] = []
     _software(problems)
     with _later() as said:
@@ -103,35 +90,17 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_float(
-        "timeout",
-        3.0,
-        "Seconds that connecting to another task may take.",
-        flag_values=values,
-        lower_bound=0.0,
+def _parser() -> Parser:
+    parser = Parser(_USAGE)
+    parser.number("timeout", float, "Seconds that connecting to another task may take.", 3.0)
+    parser.switch("devices", "Whether to import TensorFlow and list devices.", True)
+    parser.switch("kernels", "Compile the C++ kernels if they are not yet.")
+    parser.switch("hooks", "Show the functions of Keras that are replaced, and no more.")
+    parser.switch(
+        "links", "Measure the links between the workers of TF_CONFIG's cluster, and no more."
     )
-    flags.DEFINE_boolean(
-        "devices", True, "Whether to import TensorFlow and list devices.", flag_values=values
-    )
-    flags.DEFINE_boolean(
-        "kernels", False, "Compile the C++ kernels if they are not yet.", flag_values=values
-    )
-    flags.DEFINE_boolean(
-        "hooks",
-        False,
-        "Show the functions of Keras that are replaced, and no more.",
-        flag_values=values,
-    )
-    flags.DEFINE_boolean(
-        "links",
-        False,
-        "Measure the links between the workers of TF_CONFIG's cluster, and no more.",
-        flag_values=values,
-    )
-    flags.DEFINE_boolean("json", False, "With --hooks or --links: in JSON.", flag_values=values)
-    return values
+    parser.switch("json", "With --hooks or --links: in JSON.")
+    return parser
 
 
 def _software(problems: list[str]) -> None:

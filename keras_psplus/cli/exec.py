@@ -1,11 +1,11 @@
 """`keras-psplus exec`: a script as one task of a cluster that another launcher has started."""
 
+import argparse
 import os
 import sys
 
-from absl import flags
-
-from keras_psplus.cli import command_flags
+from keras_psplus.cli import flags
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.config import EVALUATOR, ClusterConfigError, TaskConfig
 from keras_psplus.cluster.console import warn
 from keras_psplus.cluster.discovery import launchers
@@ -34,30 +34,26 @@ has the hosts of the chief, the ps and all MAX workers, in this order.
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command by replacing this process with the script.
-
-    Returns 2 for a wrong command line.
-    """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
+    """Runs the command by replacing this process with the script."""
+    parser = _parser()
+    options = parser.read(argv)
+    command = options.command
+    flags.check_script(command)
     try:
-        command = command_flags.parse(options, argv)
-        command_flags.check_script(command)
         config = _task(options)
         counts = {
             "workers": len(config.cluster.get("worker", ())) if config else 1,
             "ps": config.num_ps if config else 0,
             "chief": "chief" in config.cluster if config else False,
         }
-        os.environ.update(command_flags.variables(options, counts))
+        os.environ.update(flags.variables(options, counts))
         if options.grace is not None:
             os.environ[GRACE_VARIABLE] = f"{options.grace:g}"
         grace_seconds()  # raises ValueError
-    except (command_flags.UsageError, ClusterConfigError, ValueError) as error:
-        return command_flags.complain("exec", error)
+    except (ClusterConfigError, ValueError) as error:
+        raise UsageError(str(error)) from None
     if config is None or config.is_chief:
-        for remark in command_flags.remarks(options, command):
+        for remark in flags.remarks(parser, command):
             warn(remark)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,26 +61,26 @@ def main(argv: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def _task(options: flags.FlagValues) -> TaskConfig | None:
+def _task(options: argparse.Namespace) -> TaskConfig | None:
     """This process's task; None if it trains alone."""
     if text := os.environ.get(launchers.LAYOUT_VARIABLE):
         if options.ps or options.chief is not None or options.evaluator or options.workers:
-            raise command_flags.UsageError(
+            raise UsageError(
                 f"{launchers.LAYOUT_VARIABLE} says which tasks there are: leave out --workers, "
                 "--ps, --chief and --evaluator, or unset it. "
                 f"Received: {launchers.LAYOUT_VARIABLE}={text}"
             )
         return find_task_config()
-    chief = command_flags.chief_of(options)
+    chief = flags.chief_of(options)
     if options.join is not None and options.workers is None:
-        raise command_flags.UsageError(
+        raise UsageError(
             "--join goes with the --workers MIN:MAX of the job that is joined. "
             f"Received: --join={options.join}"
         )
     roles = {"chief": int(chief), "ps": options.ps, EVALUATOR: int(options.evaluator)}
     if any(roles.values()) or options.workers is not None:
         if os.environ.get("TF_CONFIG", "").strip():
-            raise command_flags.UsageError(
+            raise UsageError(
                 "TF_CONFIG says which task this is: leave out --workers, --ps, --chief and "
                 f"--evaluator, or unset it. Received: TF_CONFIG={os.environ['TF_CONFIG']}"
             )
@@ -94,7 +90,7 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
         size = 1 if ranks is None else ranks.size
         workers = size - sum(roles.values())
         if workers < 0 or workers + roles["chief"] < 1:
-            raise command_flags.UsageError(
+            raise UsageError(
                 f"{size} processes are too few for --ps={options.ps}, {roles['chief']} chief and a "
                 "worker: start more (`srun --ntasks`, `mpirun -n`). "
                 f"Received: {ranks.source if ranks else 'a process that no launcher names'}"
@@ -106,29 +102,29 @@ def _task(options: flags.FlagValues) -> TaskConfig | None:
     return find_task_config()
 
 
-def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
+def _task_of_range(options: argparse.Namespace, chief: bool) -> TaskConfig | None:
     """This process's task in a job whose workers come and go.
 
     The workers are the last ranks, so that those that come later have the next ones.
     """
-    least, most = command_flags.workers_of(options.workers)
+    least, most = flags.workers_of(options.workers)
     received = f"Received: --workers={options.workers}, --join={options.join}"
     if least is None or most is None:
-        raise command_flags.UsageError(
+        raise UsageError(
             "`exec` has a worker in each process that is neither chief nor ps: leave out "
             f"--workers, or give a range, as in 1:3. {received}"
         )
     if options.evaluator:
-        raise command_flags.UsageError(
+        raise UsageError(
             "an evaluator goes with a fixed number of workers: leave out --workers or --evaluator. "
             f"{received}, --evaluator"
         )
-    command_flags.check_range(options, chief)
+    flags.check_range(options, chief)
     ranks = find_ranks({**os.environ, MIN_WORKERS_VARIABLE: str(least)})
     size, others = 0 if ranks is None else ranks.size, 1 + options.ps
     room = most + others if options.join is None else most - options.join
     if not (others + least if options.join is None else 1) <= size <= room:
-        raise command_flags.UsageError(
+        raise UsageError(
             f"{size} processes are too few or too many: a job begins with a chief, {options.ps} ps "
             f"and {least} to {most} workers, and as many join as are left of the range. {received}"
         )
@@ -139,48 +135,30 @@ def _task_of_range(options: flags.FlagValues, chief: bool) -> TaskConfig | None:
     return find_task_config()
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string(
+def _parser() -> flags.Parser:
+    parser = flags.Parser(_USAGE)
+    parser.text(
         "workers",
-        None,
         "MIN:MAX, of a job whose workers come and go: some of them are started now, others join.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    parser.number(
         "join",
-        None,
+        int,
         "The processes join a job of --workers MIN:MAX, as its workers from this number on.",
-        flag_values=values,
-        lower_bound=0,
     )
-    flags.DEFINE_integer(
-        "ps",
-        0,
-        "How many of the processes, the last ones, are parameter servers.",
-        flag_values=values,
-        lower_bound=0,
-    )
-    flags.DEFINE_boolean(
+    parser.number("ps", int, "How many of the processes, the last ones, are parameter servers.", 0)
+    parser.switch(
         "chief",
-        None,
         "Whether the first process is the chief (default: if there are parameter servers, or with "
         "--strategy pipeline).",
-        flag_values=values,
-    )
-    flags.DEFINE_boolean(
-        "evaluator",
-        False,
-        "Whether the very last process is an evaluator, beside the cluster.",
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "grace",
         None,
+    )
+    parser.switch("evaluator", "Whether the very last process is an evaluator, beside the cluster.")
+    parser.number(
+        "grace",
+        float,
         "Seconds that this process has after SIGTERM to save the job (BackupAndRestore); 0: it "
         "ends at once (default: until the scheduler kills it).",
-        flag_values=values,
-        lower_bound=0,
     )
-    command_flags.define_strategy(values)
-    return values
+    flags.add_strategy(parser)
+    return parser

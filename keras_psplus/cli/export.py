@@ -1,16 +1,15 @@
 """`keras-psplus export kubernetes`: the manifest of a job that trains a script."""
 
+import argparse
 import json
 import re
 import secrets
 import shlex
 import textwrap
-from typing import Any
 
-from absl import flags
-
-from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli import command_flags, manifests
+from keras_psplus import catalogue
+from keras_psplus.cli import flags, manifests
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.discovery import launchers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -35,26 +34,23 @@ have its parallelism changed while it runs, if --workers is a range.
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns 0, or 2 for a wrong command line."""
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv[1:] if argv[:1] == ["kubernetes"] else argv):
-        return 0
+    """Runs the command; returns 0."""
+    is_known = argv[:1] == ["kubernetes"]
+    options = _parser().read(argv[is_known:])
+    if not is_known:
+        raise UsageError(
+            f"what can be exported is `kubernetes`. Received: {argv[0] if argv else 'no argument'}"
+        )
+    if not options.command:
+        raise UsageError("name the script to run, after the flags")
     try:
-        if argv[:1] != ["kubernetes"]:
-            raise command_flags.UsageError(
-                "what can be exported is `kubernetes`. "
-                f"Received: {argv[0] if argv else 'no argument'}"
-            )
-        command = command_flags.parse(options, argv[1:])
-        if not command:
-            raise command_flags.UsageError("name the script to run, after the flags")
-        print(manifest(options, command))
-    except (command_flags.UsageError, ValueError) as error:
-        return command_flags.complain("export", error)
+        print(manifest(options, options.command))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return 0
 
 
-def manifest(options: flags.FlagValues, command: list[str]) -> str:
+def manifest(options: argparse.Namespace, command: list[str]) -> str:
     """Returns the documents of a job, as YAML.
 
     Args:
@@ -64,39 +60,35 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         UsageError: If flags are missing, or do not go together.
     """
     if not options.image:
-        raise command_flags.UsageError(
-            "name the image that has the script: --image example/train:1"
-        )
+        raise UsageError("name the image that has the script: --image example/train:1")
     name = options.name
     if not (name.isascii() and name.replace("-", "").isalnum() and name == name.lower()):
-        raise command_flags.UsageError(
+        raise UsageError(
             "a name has lower-case letters, digits and '-' in it, and begins and ends with one of "
             f"the first two. Received: --name={name}"
         )
     for flag, (pattern, example) in _QUANTITIES.items():
         value = getattr(options, flag)
         if not re.fullmatch(pattern, value):
-            raise command_flags.UsageError(
+            raise UsageError(
                 f"--{flag} is a quantity of Kubernetes, such as {example}. "
                 f"Received: --{flag}={value}"
             )
-    chief = command_flags.chief_of(options)
-    least, workers = command_flags.workers_of(options.workers)
+    chief = flags.chief_of(options)
+    least, workers = flags.workers_of(options.workers)
     counts = {"chief": int(chief), "worker": workers or 0, "ps": options.ps}
     # Refused here as by `run`.
-    command_flags.variables(
-        options, {"workers": counts["worker"], "ps": options.ps, "chief": chief}
-    )
+    flags.variables(options, {"workers": counts["worker"], "ps": options.ps, "chief": chief})
     if least is not None:
-        command_flags.check_range(options, chief)
+        flags.check_range(options, chief)
         if not options.jobset:
-            raise command_flags.UsageError(
+            raise UsageError(
                 "workers that come and go are pods of a Job of their own, whose parallelism may "
                 f"change: add --jobset. Received: --workers={options.workers}"
             )
     strategy = options.strategy
     given = [
-        (option, getattr(options, option)) for option in ("strategy", *lookup.OPTION_VARIABLES)
+        (option, getattr(options, option)) for option in ("strategy", *catalogue.OPTION_VARIABLES)
     ]
     chosen = [f"--{option}={value}" for option, value in given if value is not None]
     words = ["keras-psplus", "exec", *chosen, *command]
@@ -114,7 +106,8 @@ def manifest(options: flags.FlagValues, command: list[str]) -> str:
         "claim": options.backup_claim,
     }
     if options.jobset:
-        kind = None if strategy is None else entries.read(lookup.find(strategy)).strategy
+        entry = None if strategy is None else catalogue.find(strategy)
+        kind = None if entry is None else entry.strategy
         text = manifests.jobset(values, counts, kind, options.max_restarts, least)
     else:
         text = manifests.indexed_job(values, counts, options.max_restarts)
@@ -140,41 +133,28 @@ def _quoted(word: str) -> str:
     return json.dumps(word.replace("$(", "$$("))
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
-    flags.DEFINE_string(
+def _parser() -> flags.Parser:
+    parser = flags.Parser(_USAGE)
+    parser.text(
         "workers",
-        "2",
         "Number of workers; with --jobset also MIN:MAX, of which MIN are started and others come "
         "and go with their Job's parallelism.",
-        flag_values=values,
+        "2",
     )
-    flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
-    flags.DEFINE_boolean(
-        "chief",
-        None,
-        "Whether there is a chief beside the workers (default: if there are parameter servers, or "
-        "with --strategy pipeline).",
-        flag_values=values,
-    )
-    flags.DEFINE_string("image", None, "Image that has the script.", flag_values=values)
-    flags.DEFINE_string("name", "train", "Name of the Job and the service.", flag_values=values)
-    flags.DEFINE_boolean(
+    flags.add_roles(parser)
+    parser.text("image", "Image that has the script.")
+    parser.text("name", "Name of the Job and the service.", "train")
+    parser.switch(
         "jobset",
-        False,
         "Whether the manifest is that of a JobSet, which its controller restarts as a whole.",
-        flag_values=values,
     )
-    flags.DEFINE_string("cpus", "4", "Processors of each pod.", flag_values=values)
-    flags.DEFINE_string("memory", "8Gi", "Memory of each pod.", flag_values=values)
-    flags.DEFINE_integer("gpus", 0, "GPUs of each pod (NVIDIA's).", **whole)
-    flags.DEFINE_integer("max_restarts", 3, "How often all tasks may fail.", **whole)
-    flags.DEFINE_string(
+    parser.text("cpus", "Processors of each pod.", "4")
+    parser.text("memory", "Memory of each pod.", "8Gi")
+    parser.number("gpus", int, "GPUs of each pod (NVIDIA's).", 0)
+    parser.number("max_restarts", int, "How often all tasks may fail.", 3)
+    parser.text(
         "backup_claim",
-        None,
         "A PersistentVolumeClaim that all pods can write, which is mounted at /backups.",
-        flag_values=values,
     )
-    command_flags.define_strategy(values)
-    return values
+    flags.add_strategy(parser)
+    return parser

@@ -44,7 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"keras-psplus: no command {command!r}.\n\n{_help()}", file=sys.stderr)
         return 2
     # Imported when asked for: `run --help` must not wait for TensorFlow.
-    return importlib.import_module(f"keras_psplus.cli.{command.replace('-', '_')}").main(rest)
+    module = importlib.import_module(f"keras_psplus.cli.{command.replace('-', '_')}")
+    from keras_psplus.cli.flags import HelpShown, UsageError
+
+    try:
+        return module.main(rest)
+    except HelpShown:
+        return 0
+    except UsageError as error:
+        print(
+            f"keras-psplus {command}: {error}\nkeras-psplus {command} --help shows the flags.",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _open_closed_streams() -> None:

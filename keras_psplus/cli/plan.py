@@ -6,6 +6,7 @@ stages into which `PipelineStrategy` would cut it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -17,14 +18,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 import keras_psplus
-from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli import command_flags
+from keras_psplus import catalogue
+from keras_psplus.cli import flags
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.planning import links_file, step_bytes
 from keras_psplus.planning.step_bytes import Cluster, traits_of
 
@@ -59,23 +58,14 @@ class ScriptError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns an exit code.
-
-    0 with a plan, 1 without, 2 for a wrong command line.
-    """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
-    try:
-        command = command_flags.parse(options, argv)
-        _check_flags(options)
-        cluster = _cluster(options)
-        command_flags.check_script(command)
-    except command_flags.UsageError as error:
-        return command_flags.complain("plan", error)
+    """Runs the command; returns 0 with a plan, 1 without."""
+    options = _parser().read(argv)
+    _check_flags(options)
+    cluster = _cluster(options)
+    flags.check_script(options.command)
     try:
         answer = ask(
-            command,
+            options.command,
             workers=cluster.workers,
             stages=options.stages,
             microbatches=options.microbatches,
@@ -135,76 +125,51 @@ def ask(
     raise ScriptError(_problem(result, command))
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
+def _parser() -> flags.Parser:
+    parser = flags.Parser(_USAGE)
     for name, (default, least, text) in _COUNTS.items():
-        text = f"{text} (default: {default})."
-        flags.DEFINE_integer(name, None, text, flag_values=values, lower_bound=least)
-    flags.DEFINE_string(
-        "link",
-        None,
-        f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}).",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
+        parser.number(name, int, f"{text} (default: {default}).", least=least)
+    parser.text("link", f"Rate of each task's link, as 100mbit or 1gbit (default: {_LINK}).")
+    parser.text(
         "links",
-        None,
         "File of the links between hosts, as `keras-psplus doctor --links --json` prints them.",
-        flag_values=values,
     )
-    flags.DEFINE_float(
-        "delay",
-        None,
-        "Milliseconds from host to host (default: 0).",
-        flag_values=values,
-        lower_bound=0,
-    )
-    flags.DEFINE_string(
+    parser.number("delay", float, "Milliseconds from host to host (default: 0).")
+    parser.text(
         "memory",
-        None,
         "Memory of a worker for weights, gradients and the optimizer's state, as 16GB or 512MiB; "
         "entries that need more are marked.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
-        "stages",
-        None,
-        "Number of stages, for the plan of a pipeline.",
-        flag_values=values,
-        lower_bound=1,
-    )
-    flags.DEFINE_integer(
+    parser.number("stages", int, "Number of stages, for the plan of a pipeline.", least=1)
+    parser.number(
         "microbatches",
-        None,
+        int,
         "Number of micro-batches of a batch (default: the script's).",
-        flag_values=values,
-        lower_bound=1,
+        least=1,
     )
-    flags.DEFINE_enum(
+    parser.choice(
         "schedule",
-        None,
         ["1f1b", "gpipe", "pipedream"],
         "The order of the stages' work (default: the script's).",
-        flag_values=values,
     )
-    flags.DEFINE_boolean("json", False, "Print JSON instead of a table.", flag_values=values)
-    return values
+    parser.switch("json", "Print JSON instead of a table.")
+    return parser
 
 
-def _check_flags(options: flags.FlagValues) -> None:
+def _check_flags(options: argparse.Namespace) -> None:
     strange = _OF_STAGES if options.stages is None else _OF_TABLE
-    given = [name for name in strange if options[name].value is not None]
+    given = [name for name in strange if getattr(options, name) is not None]
     if given:
         goes = "goes with --stages" if options.stages is None else "does not go with --stages"
-        raise command_flags.UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
+        raise UsageError(f"--{given[0]} {goes}. Received: --{given[0]}")
     if options.links is not None and (options.link is not None or options.delay is not None):
-        raise command_flags.UsageError(
+        raise UsageError(
             "--links says how fast links are: leave out --link and --delay. Received: "
             f"--links={options.links}, --link={options.link}, --delay={options.delay}"
         )
 
 
-def _memory(options: flags.FlagValues) -> float | None:
+def _memory(options: argparse.Namespace) -> float | None:
     if options.memory is None:
         return None
     match = _SIZE.fullmatch(options.memory)
@@ -213,13 +178,11 @@ def _memory(options: flags.FlagValues) -> float | None:
         power = 1 + "KMGT".index(match[2].upper())
         size = float(match[1]) * (1024 if match[3] else 1000) ** power
     if not size:
-        raise command_flags.UsageError(
-            f"--memory is a size such as 16GB or 512MiB. Received: {options.memory!r}"
-        )
+        raise UsageError(f"--memory is a size such as 16GB or 512MiB. Received: {options.memory!r}")
     return size
 
 
-def _cluster(options: flags.FlagValues) -> Cluster:
+def _cluster(options: argparse.Namespace) -> Cluster:
     memory = _memory(options)
     if options.links is None:
         rate, delay = _bits_per_second(options.link or _LINK), options.delay or 0.0
@@ -227,9 +190,9 @@ def _cluster(options: flags.FlagValues) -> Cluster:
     try:
         links = links_file.read(options.links)
     except ValueError as error:
-        raise command_flags.UsageError(f"--links cannot be used: {error}") from None
+        raise UsageError(f"--links cannot be used: {error}") from None
     if options.workers not in (None, len(links.hosts)):
-        raise command_flags.UsageError(
+        raise UsageError(
             f"--links has the links of {len(links.hosts)} hosts: leave out --workers, or measure "
             f"those of {options.workers}. Received: --workers={options.workers}, "
             f"--links={options.links}"
@@ -242,14 +205,12 @@ def _bits_per_second(text: str) -> float:
     match = _RATE.fullmatch(text)
     rate = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0.0
     if not rate:
-        raise command_flags.UsageError(
-            f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}"
-        )
+        raise UsageError(f"--link is a rate such as 100mbit or 1gbit. Received: {text!r}")
     return rate
 
 
-def _count(options: flags.FlagValues, name: str) -> int:
-    given = options[name].value
+def _count(options: argparse.Namespace, name: str) -> int:
+    given = getattr(options, name)
     return _COUNTS[name][0] if given is None else given
 
 
@@ -259,22 +220,25 @@ def _stages(answer: dict[str, Any]) -> tuple[Any, str]:
 
 def _table(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], str]:
     """Rows of all entries but pipelines, as JSON and as text."""
-    paths = {name: lookup.find(name) for name in lookup.names()}
-    stages = [n for n, p in paths.items() if entries.read(p).strategy == "PipelineStrategy"]
-    traits = {n: traits_of(p.read_text()) for n, p in paths.items() if n not in stages}
+    traits, stages = {}, []
+    for name, entry in catalogue.ENTRIES.items():
+        if entry.strategy == "PipelineStrategy":
+            stages.append(name)
+        else:
+            traits[name] = traits_of(entry.strategy, entry.arguments)
     plan = step_bytes.plan(step_bytes.Facts.from_json(answer), traits, cluster)
     return plan.as_dict(), f"{plan}\n{', '.join(stages)}: see keras-psplus plan --stages N"
 
 
 def _environment(request: Mapping[str, Any]) -> dict[str, str]:
     # The plan is that of one process or a pipeline, whatever this shell was set up for.
-    dropped = ("TF_CONFIG", *lookup.OPTION_VARIABLES.values())
+    dropped = ("TF_CONFIG", *catalogue.OPTION_VARIABLES.values())
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         **inherited,
-        lookup.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
-        launch_flags.PLAN_REQUEST_VARIABLE: json.dumps(request),
+        catalogue.STRATEGY_VARIABLE: "single" if request["stages"] is None else "pipeline",
+        catalogue.PLAN_REQUEST_VARIABLE: json.dumps(request),
         "PYTHONPATH": python_path(),
     }
 
@@ -289,14 +253,14 @@ def _problem(result: subprocess.CompletedProcess[str], command: Sequence[str]) -
             "there is nothing to plan. Call `model.fit` under the same arguments as in training. "
             f"Received: {' '.join(command)}"
         )
-    traceback = command_flags.last_traceback(lines)
+    traceback = flags.last_traceback(lines)
     if not traceback:
         head = f"the script has failed ({result.returncode}):"
-        return "\n".join([head, *lines[-command_flags.LAST_LINES :]])
+        return "\n".join([head, *lines[-flags.LAST_LINES :]])
     files = [line for line in traceback if line.startswith('  File "')]
     package = str(pathlib.Path(next(iter(keras_psplus.__path__))))
     if files and files[-1].startswith(f'  File "{package}'):
         # The library has refused something, and says what would do.
         message = [line for line in traceback[1:] if not line.startswith(" ")]
         return "\n".join(message)
-    return "\n".join(["the script has failed:", *traceback[-command_flags.LAST_LINES :]])
+    return "\n".join(["the script has failed:", *traceback[-flags.LAST_LINES :]])

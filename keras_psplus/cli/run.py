@@ -10,11 +10,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from absl import flags
-
-from keras_psplus.arguments import whole_number
-from keras_psplus.catalogue import entries, lookup
-from keras_psplus.cli import command_flags
+from keras_psplus import catalogue
+from keras_psplus.cli import flags
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster import environment, processes
 from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
@@ -48,45 +46,43 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The exit code: the first failing task's, 124 after a time-out, 130
-        after Ctrl-C, 2 for a wrong command line.
+        after Ctrl-C.
     """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
+    parser = _parser()
+    options = parser.read(argv)
+    command = options.command
+    if options.list:
+        print(_listing())
         return 0
+    flags.check_script(command)
     try:
-        command = command_flags.parse(options, argv)
-        if options.list:
-            print(_listing())
-            return 0
-        command_flags.check_script(command)
-        whole_number("max_restarts", options.max_restarts, 0)
         if options.hosts and (options.json_log or options.trace):
-            raise command_flags.UsageError(
+            raise UsageError(
                 "--hosts starts nothing, so that there is nothing to log. "
                 f"Received: --json_log={options.json_log}, --trace={options.trace}"
             )
         if options.hosts and options.max_restarts:
-            raise command_flags.UsageError(
+            raise UsageError(
                 "--hosts starts nothing, so that nothing can be started again. "
                 f"Received: --max_restarts={options.max_restarts}"
             )
         if options.warm and sys.platform != "linux":
-            raise command_flags.UsageError(f"--warm needs Linux. Received: {sys.platform}")
-        layout, min_workers = command_flags.read_layout(options)
+            raise UsageError(f"--warm needs Linux. Received: {sys.platform}")
+        layout, min_workers = flags.read_layout(options)
         if options.restart == "task" and not layout["ps"]:
-            raise command_flags.UsageError(
+            raise UsageError(
                 "a task is started again by itself where the others go on without it: in a cluster "
                 "with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
         if options.gpus_per_worker is not None:
             if options.hosts:
-                raise command_flags.UsageError(
+                raise UsageError(
                     "--hosts starts nothing, so that there are no GPUs to divide. "
                     f"Received: --gpus_per_worker={options.gpus_per_worker}"
                 )
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
-        env = command_flags.variables(options, layout)
+        env = flags.variables(options, layout)
         argv = [sys.executable, *command]
         if options.dry_run or options.hosts:
             env |= task_ends.environment_of(min_workers)
@@ -94,12 +90,12 @@ def main(argv: list[str]) -> int:
             shown = ["python", *command] if options.hosts else argv
             print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))
             return 0
-        log_dir = command_flags.log_dir(options.log_dir)
-        json_log = command_flags.json_log(options.json_log)
-        trace_to = command_flags.trace(options.trace, options.trace_steps)
-    except (command_flags.UsageError, ValueError) as error:
-        return command_flags.complain("run", error)
-    for remark in command_flags.remarks(options, command):
+        log_dir = flags.log_dir(options.log_dir)
+        json_log = flags.json_log(options.json_log)
+        trace_to = flags.trace(options.trace, options.trace_steps)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for remark in flags.remarks(parser, command):
         warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
     console = Console(live=live, quiet=not options.verbose)
@@ -150,112 +146,77 @@ def main(argv: list[str]) -> int:
     except (OSError, RuntimeError) as error:  # no process, file or port is left
         print(f"keras-psplus run: the tasks cannot be started: {error}", file=sys.stderr)
         return 1
-    command_flags.show_failure(result, log_dir, options.timeout)
+    flags.show_failure(result, log_dir, options.timeout)
     drop_unwritten(sys.stdout, sys.stderr)
     return result.exit_code
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    whole: dict[str, Any] = {"flag_values": values, "lower_bound": 0}
-    flags.DEFINE_string(
+def _parser() -> flags.Parser:
+    parser = flags.Parser(_USAGE)
+    parser.text(
         "workers",
-        None,
         "Number of workers (default: 2); or MIN:MAX under ParameterServerStrategy: "
         "MIN are started, and others join and leave while the job runs (`add-worker`).",
-        flag_values=values,
     )
-    flags.DEFINE_integer("ps", 0, "Number of parameter servers.", **whole)
-    flags.DEFINE_boolean(
-        "chief",
-        None,
-        "Whether a chief is started beside the workers (default: if there are parameter servers, "
-        "or with --strategy pipeline).",
-        flag_values=values,
+    flags.add_roles(parser)
+    parser.switch(
+        "evaluator", "Whether an evaluator runs beside the cluster, which evaluates checkpoints."
     )
-    flags.DEFINE_boolean(
-        "evaluator",
-        False,
-        "Whether an evaluator runs beside the cluster, which evaluates checkpoints.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
+    parser.number(
         "gpus_per_worker",
-        None,
+        int,
         "GPUs of this machine that each worker sees (default: all, divided among the workers; if "
         "there are fewer than workers, they share them). Other tasks see none.",
-        **whole,
     )
-    command_flags.define_strategy(values)
-    flags.DEFINE_boolean("list", False, "List the catalogue's entries.", flag_values=values)
-    flags.DEFINE_string(
-        "log_dir",
-        None,
-        "Folder for the tasks' logs (default: a new one in /tmp).",
-        flag_values=values,
-    )
-    command_flags.define_outputs(values)
-    flags.DEFINE_float(
-        "timeout", 0.0, "Seconds after which the cluster is ended; 0: never.", **whole
-    )
-    flags.DEFINE_float(
+    flags.add_strategy(parser)
+    parser.switch("list", "List the catalogue's entries.")
+    parser.text("log_dir", "Folder for the tasks' logs (default: a new one in /tmp).")
+    flags.add_outputs(parser)
+    parser.number("timeout", float, "Seconds after which the cluster is ended; 0: never.", 0.0)
+    parser.number(
         "grace",
-        0.0,
+        float,
         "Seconds that tasks have after SIGTERM to save the job (BackupAndRestore).",
-        **whole,
+        0.0,
     )
-    flags.DEFINE_integer(
+    parser.number(
         "max_restarts",
-        0,
+        int,
         "How often the job is started again after a task has failed. With the BackupAndRestore "
         "callback it resumes at its last backup; KERAS_PSPLUS_RESTART counts the restarts.",
-        flag_values=values,
+        0,
     )
-    flags.DEFINE_enum(
+    parser.choice(
         "restart",
-        None,
         ["task", "job"],
         "What is started again: the worker that has failed, while the others go on (default in a "
         "cluster with a chief and parameter servers), or the job. Without a chief, `task` starts a "
         "parameter server again by itself, as HybridStrategy with sync=False and backups takes "
         "it in.",
-        flag_values=values,
     )
-    flags.DEFINE_boolean(
-        "warm",
-        False,
-        "Start tasks as forks of a process that has imported TensorFlow and Keras (Linux).",
-        flag_values=values,
+    parser.switch(
+        "warm", "Start tasks as forks of a process that has imported TensorFlow and Keras (Linux)."
     )
-    flags.DEFINE_boolean(
+    parser.switch(
         "verbose",
-        False,
         "Show also what TensorFlow writes about itself, which is in the logs in any case.",
-        flag_values=values,
     )
-    flags.DEFINE_boolean(
-        "dry_run",
-        False,
-        "Print each task's environment and command, start nothing.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
+    parser.switch("dry_run", "Print each task's environment and command, start nothing.")
+    parser.texts(
         "hosts",
-        None,
         "Hosts of the tasks in order (chief, workers, ps), each with or without a port (default: "
         "2222 and up). Prints what to start on each; starts nothing.",
-        flag_values=values,
     )
-    return values
+    return parser
 
 
 def _listing() -> str:
     """The catalogue's entries with a line each."""
-    titles = {name: entries.read(lookup.find(name)).title for name in lookup.names()}
-    width = max(map(len, titles), default=0) + 2
+    width = max(map(len, catalogue.ENTRIES)) + 2
+    indent = " " * width
     return "\n".join(
-        textwrap.fill(title, 100, initial_indent=name.ljust(width), subsequent_indent=" " * width)
-        for name, title in titles.items()
+        textwrap.fill(e.title, 100, initial_indent=name.ljust(width), subsequent_indent=indent)
+        for name, e in catalogue.ENTRIES.items()
     )
 
 

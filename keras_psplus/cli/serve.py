@@ -2,14 +2,11 @@
 
 import os
 import sys
-from typing import Any
 
-from absl import flags
-
-from keras_psplus.cli import command_flags
+from keras_psplus.cli.flags import Parser, UsageError
+from keras_psplus.cluster import environment
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError
 from keras_psplus.cluster.discovery.find import find_task_config
-from keras_psplus.cluster.launcher import launch_flags
 
 _USAGE = """
 usage: keras-psplus serve [flags]
@@ -20,21 +17,17 @@ until the chief has ended. Exits with 0, or with 1 if the chief has died.
 
 
 def main(argv: list[str]) -> int:
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
+    options = _parser().read_flags(argv)
     try:
-        if command_flags.parse(options, argv):
-            raise command_flags.UsageError("serve takes no arguments, only flags")
         config = find_task_config()
-        if config is None or config.task_type not in ("ps", "worker"):
-            raise command_flags.UsageError(
-                "serve needs a TF_CONFIG whose task is a ps or a worker. "
-                f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
-            )
-        may_leave = launch_flags.min_workers() is not None and config.task_type == "worker"
-    except (command_flags.UsageError, ClusterConfigError) as error:
-        return command_flags.complain("serve", error)
+        may_leave = environment.min_workers() is not None
+    except ClusterConfigError as error:
+        raise UsageError(str(error)) from None
+    if config is None or config.task_type not in ("ps", "worker"):
+        raise UsageError(
+            "serve needs a TF_CONFIG whose task is a ps or a worker. "
+            f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
+        )
     from keras_psplus.cluster.serving import serve  # not needed for --help
     from keras_psplus.errors import ChiefLostError
 
@@ -43,7 +36,7 @@ def main(argv: list[str]) -> int:
             config,
             startup_timeout=options.startup_timeout,
             chief_gone=options.chief_gone,
-            may_leave=may_leave,
+            may_leave=may_leave and config.task_type == "worker",
         )
     except ClusterStartupError as error:
         print(f"keras-psplus serve: {error}", file=sys.stderr, flush=True)
@@ -56,14 +49,13 @@ def main(argv: list[str]) -> int:
     os._exit(0)
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    seconds: dict[str, Any] = {"flag_values": values, "lower_bound": 0.0}
-    flags.DEFINE_float("startup_timeout", 300.0, "Seconds to wait for the chief.", **seconds)
-    flags.DEFINE_float(
+def _parser() -> Parser:
+    parser = Parser(_USAGE)
+    parser.number("startup_timeout", float, "Seconds to wait for the chief.", 300.0)
+    parser.number(
         "chief_gone",
-        5.0,
+        float,
         "Seconds for which the chief cannot be reached before it counts as ended.",
-        **seconds,
+        5.0,
     )
-    return values
+    return parser

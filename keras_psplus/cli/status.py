@@ -4,12 +4,11 @@ import datetime
 import json
 import pathlib
 import shlex
+import sys
 from typing import Any
 
-from absl import flags
-
 from keras_psplus import process_identity, text_table
-from keras_psplus.cli import command_flags
+from keras_psplus.cli.flags import Parser
 from keras_psplus.cluster.launcher.task_ends import describe
 from keras_psplus.cluster.monitor import job as job_folder
 from keras_psplus.cluster.monitor import step_times
@@ -31,25 +30,12 @@ _NONE = "-"
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns an exit code.
-
-    0, 1 if jobs cannot be read, 2 for a wrong command line.
-    """
-    options = _flags()
-    if command_flags.shows_help(_USAGE, options, argv):
-        return 0
-    try:
-        rest = command_flags.parse(options, argv)
-        if rest:
-            raise command_flags.UsageError(
-                f"status takes no arguments, only flags. Received: {shlex.join(rest)}"
-            )
-    except command_flags.UsageError as error:
-        return command_flags.complain("status", error)
+    """Runs the command; returns 0, or 1 if jobs cannot be read."""
+    options = _parser().read_flags(argv)
     try:
         found = job_folder.read_all()
     except OSError as error:
-        command_flags.complain("status", error)
+        print(f"keras-psplus status: {error}", file=sys.stderr)
         return 1
     jobs = [_job(*each) for each in found]
     if options.clear:
@@ -64,16 +50,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_boolean("json", False, "Print JSON: a list of jobs.", flag_values=values)
-    flags.DEFINE_boolean(
-        "clear",
-        False,
-        "Remove what jobs whose launchers were killed have left.",
-        flag_values=values,
-    )
-    return values
+def _parser() -> Parser:
+    parser = Parser(_USAGE)
+    parser.switch("json", "Print JSON: a list of jobs.")
+    parser.switch("clear", "Remove what jobs whose launchers were killed have left.")
+    return parser
 
 
 def _job(

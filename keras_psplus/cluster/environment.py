@@ -12,7 +12,12 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from keras_psplus.cluster.config import EVALUATOR, TaskConfig, read_task_config
+from keras_psplus.cluster.config import (
+    EVALUATOR,
+    ClusterConfigError,
+    TaskConfig,
+    read_task_config,
+)
 from keras_psplus.cluster.ports import free_ports
 
 # GPUs of this machine, and those that each of its tasks sees.
@@ -126,7 +131,7 @@ class Variable(NamedTuple):
 
 VARIABLES = {
     "KERAS_PSPLUS_CLUSTER": Variable("cluster.discovery.find"),
-    "KERAS_PSPLUS_COMPRESSION": Variable("cluster.launcher.launch_flags"),
+    "KERAS_PSPLUS_COMPRESSION": Variable("catalogue"),
     "KERAS_PSPLUS_FIRST_RANK": Variable("cluster.discovery.launchers", "0"),
     "KERAS_PSPLUS_GRACE": Variable("cluster.process.signals", "inf"),
     "KERAS_PSPLUS_HOSTS": Variable("cluster.discovery.launchers"),
@@ -136,14 +141,14 @@ VARIABLES = {
     "KERAS_PSPLUS_LAYOUT": Variable("cluster.discovery.launchers"),
     "KERAS_PSPLUS_MIN_WORKERS": Variable("cluster.environment"),
     "KERAS_PSPLUS_NATIVE": Variable("native", "1"),
-    "KERAS_PSPLUS_PLAN": Variable("cluster.launcher.launch_flags", is_public=False),
+    "KERAS_PSPLUS_PLAN": Variable("catalogue", is_public=False),
     "KERAS_PSPLUS_PORT": Variable("cluster.discovery.launchers"),
     "KERAS_PSPLUS_RESTART": Variable("cluster.environment", "0"),
     "KERAS_PSPLUS_ROLE": Variable("cluster.discovery.launchers"),
     "KERAS_PSPLUS_SKIP_VERSION_CHECK": Variable("versions", "0"),
     "KERAS_PSPLUS_STARTED_BY": Variable("cluster.process.left_processes", is_public=False),
     "KERAS_PSPLUS_STEP_OBSERVER": Variable("cluster.monitor.progress", is_public=False),
-    "KERAS_PSPLUS_STRATEGY": Variable("cluster.launcher.launch_flags"),
+    "KERAS_PSPLUS_STRATEGY": Variable("catalogue"),
     "KERAS_PSPLUS_SUBDOMAIN": Variable("cluster.discovery.launchers", is_public=False),
     "KERAS_PSPLUS_TLS_CA": Variable("cluster.channel.tls"),
     "KERAS_PSPLUS_TLS_CERT": Variable("cluster.channel.tls"),
@@ -152,7 +157,7 @@ VARIABLES = {
     "KERAS_PSPLUS_TRACE": Variable("cluster.monitor.trace"),
     "KERAS_PSPLUS_TRACE_STEPS": Variable("cluster.monitor.trace", "20"),
     "KERAS_PSPLUS_TRAINING_END": Variable("cluster.environment", is_public=False),
-    "KERAS_PSPLUS_UPDATES": Variable("cluster.launcher.launch_flags"),
+    "KERAS_PSPLUS_UPDATES": Variable("catalogue"),
 }
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
@@ -251,6 +256,21 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def min_workers() -> int | None:
+    """Number of workers with which the launcher says that training begins, or None.
+
+    Raises:
+        ClusterConfigError: If the variable is not a number.
+    """
+    text = os.environ.get(MIN_WORKERS_VARIABLE, "")
+    if text and not text.isdecimal():
+        raise ClusterConfigError(
+            f"{MIN_WORKERS_VARIABLE} must be the number of workers with which training begins. "
+            f"Received: {MIN_WORKERS_VARIABLE}={text!r}"
+        )
+    return int(text) if text else None
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:

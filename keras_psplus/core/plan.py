@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.catalogue import PLAN_REQUEST_VARIABLE
 from keras_psplus.compression.outer_products import find_outer_product
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.engine import Call
@@ -211,7 +211,7 @@ def _slots(model: keras.Model) -> float:
     return kept / weights if weights else 0.0
 
 
-VARIABLE = launch_flags.PLAN_REQUEST_VARIABLE
+VARIABLE = PLAN_REQUEST_VARIABLE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives import gradients
@@ -24,7 +24,6 @@ from keras_psplus.cluster.channel.sessions import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.handshake import PeerIdentity
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.preflight import listen_on_own_address
 from keras_psplus.compression import Compressor
 from keras_psplus.core.jobs.control import run_on_chief
@@ -143,7 +142,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         shard_group: int | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         placement_module.check_placement(placement)
@@ -194,7 +193,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
                 _serve_and_exit(
                     task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
                 )
-        with launch_flags.settled():
+        with catalogue.settled():
             super().__init__(
                 None,
                 communication_options,

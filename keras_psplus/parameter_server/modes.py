@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.arguments import MOST, shown
-from keras_psplus.cluster.launcher import launch_flags
+from keras_psplus.cluster import environment
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.graph.metrics import accumulates
 from keras_psplus.log import warn_once
@@ -135,7 +135,7 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
 
 def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> int:
     """Checks with how many workers training begins; None for the launcher's number, or all."""
-    least = launch_flags.min_workers() if min_workers is None else min_workers
+    least = environment.min_workers() if min_workers is None else min_workers
     if least is None:
         return num_workers
     if not _is_count(least) or not 1 <= least <= num_workers:

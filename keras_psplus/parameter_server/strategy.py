@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import seconds
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.communication import Communication
@@ -133,7 +132,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         min_workers: int | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         seconds("startup_timeout", startup_timeout)

@@ -6,12 +6,11 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from keras_psplus import activation, compression
+from keras_psplus import activation, catalogue, compression
 from keras_psplus.arguments import flag, seconds, whole_number
 from keras_psplus.cluster import config, preflight, serving
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import tuning
@@ -293,9 +292,9 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         patterns = check_stages(stages)
         self._schedule = check_schedule(schedule, pipelines)
         if pipelines > 1:
-            (compression,) = launch_flags.fill(type(self).__name__, compression=compression)
+            (compression,) = catalogue.fill(type(self).__name__, compression=compression)
         else:
-            launch_flags.fill(type(self).__name__)
+            catalogue.fill(type(self).__name__)
         self._recompute = flag("recompute", recompute)
         self._compression = check_gradient_compression(compression, pipelines)
         self._activation_compression = check_compression(activation_compression)

@@ -7,7 +7,6 @@ worker gets `n - 1` of them.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -18,16 +17,14 @@ from keras_psplus import text_table
 # Traits of an entry: messages and their receivers, which determine bytes and rounds.
 
 
-_PATHS = {
+_PATHS: dict[str | None, str] = {
     "MultiWorkerMirroredStrategy": "all_reduce",
     "ParameterServerStrategy": "parameter_server",
     "HybridStrategy": "hybrid",
     "ModelParallelStrategy": "tensor_parallel",
-    "get_strategy": "alone",
+    None: "alone",
 }
-# What an entry may say of the model's compilation.
-_TOGETHER = "STEPS_PER_EXECUTION"
-_UPDATES = {"Accumulate": "accumulate", "LocalSGD": "local", "DiLoCo": "local"}
+_UPDATES = {"accumulate": "accumulate", "local_sgd": "local", "diloco": "local"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,49 +78,28 @@ class Traits:
         return ", ".join(words) or "exact"
 
 
-def traits_of(source: str) -> Traits:
-    """Reads off an entry's Python source how it trains, without running it.
+def traits_of(strategy: str | None, arguments: Mapping[str, Any]) -> Traits:
+    """Traits of an entry of the catalogue.
 
     Args:
-        source: Text of a file that defines `strategy()`.
-
-    Returns:
-        `Traits`. A strategy that is not known counts as one of workers alone.
+        strategy: Name of the strategy's class; None for TensorFlow's default strategy.
+        arguments: Arguments of the class.
     """
-    tree = ast.parse(source)
-    found: dict[str, Any] = {}
-    for node in tree.body:
-        # Others may set what has no name, such as a variable of the environment.
-        names = [getattr(target, "id", None) for target in getattr(node, "targets", [])]
-        if _TOGETHER in names and isinstance(node, ast.Assign):
-            found["together"] = ast.literal_eval(node.value)
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = _name(call)
-        if name in _PATHS:
-            words = {
-                k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)
-            }
-            found["path"] = path = _PATHS[name]
-            found["compression"] = words.get("compression")
-            found["needs_racks"] = any(k.arg == "topology" for k in call.keywords)
-            if any(_name(k.value) == "NoCommunication" for k in call.keywords):
-                found["compression"] = "nothing"
-            found["rows"] = words.get("row_compression" if path == "hybrid" else "compression")
-            found["pull"] = words.get("pull_compression")
-            found["waits"] = path != "parameter_server" or words.get("mode") == "sync"
-            found["prefetch"] = words.get("prefetch") is True
-            found["shard"] = words.get("shard")
-        elif name in _UPDATES and call.args and isinstance(call.args[0], ast.Constant):
-            found["updates"] = _UPDATES[name]
-            found["every"] = call.args[0].value
-    return Traits(**found)
-
-
-def _name(node: ast.expr) -> str | None:
-    """Name of the function in a call, without its module; None for other nodes."""
-    function = getattr(node, "func", None)
-    name: str | None = getattr(function, "attr", getattr(function, "id", None))
-    return name
+    path = _PATHS[strategy]
+    rows = arguments.get("row_compression" if path == "hybrid" else "compression")
+    updates, _, every = arguments.get("updates", "").partition(":")
+    return Traits(
+        path=path,
+        compression=arguments.get("compression"),
+        rows=rows,
+        pull=arguments.get("pull_compression"),
+        updates=_UPDATES.get(updates),
+        every=int(every or 1),
+        waits=path != "parameter_server" or arguments.get("mode") == "sync",
+        needs_racks="topology" in arguments,
+        prefetch=arguments.get("prefetch", False),
+        shard=arguments.get("shard"),
+    )
 
 
 WORD = 4

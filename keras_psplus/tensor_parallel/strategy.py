@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus import activation
+from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, shard_option, startup
 from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
@@ -18,7 +18,6 @@ from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.arguments import shown
-from keras_psplus.cluster.launcher import launch_flags
 from keras_psplus.cluster.process import memory
 from keras_psplus.core.batch import batches
 from keras_psplus.sharding.extended import ShardedExtended
@@ -207,7 +206,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         shard: str | None = None,
     ) -> None:
         activation.activate()
-        compression, updates = launch_flags.fill(
+        compression, updates = catalogue.fill(
             type(self).__name__, compression=compression, updates=updates
         )
         updates = updates_module.get(updates)
@@ -240,7 +239,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             self._extended_class = ModelParallelExtended
             # As with `shard=`, freed memory would stay in the process.
             memory.keep_little_freed_memory()
-        with launch_flags.settled():
+        with catalogue.settled():
             super().__init__(
                 cluster_resolver,
                 communication_options,

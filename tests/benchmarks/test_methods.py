@@ -3,9 +3,9 @@
 import types
 
 import pytest
-from lab import document, ideal, launches, methods, work
+from lab import document, entries, ideal, launches, methods, work
 
-from keras_psplus.catalogue import lookup
+from keras_psplus import catalogue
 
 DENSE, SPARSE = work.SIZES["full"]["dense"], work.SIZES["full"]["sparse"]
 WHOLE = 4 * (784 * 1600 + 1600 * 1600 + 1600 * 700 + 700 * 10 + 1600 + 1600 + 700 + 10)
@@ -13,29 +13,31 @@ SETTINGS = {"size": "tiny", "ps": 1, "delay": 0.0, "links": "loopback"}
 
 
 def test_every_entry_of_the_catalogue_is_a_method():
-    entries = {m.name: m for m in methods.catalogue()}
-    assert set(lookup.names()) < set(entries)
-    assert {path.stem for path in methods.EXTRAS.glob("*.py")} < set(entries)
-    paths = {name: entry.traits.path for name, entry in entries.items()}
+    found = {m.name: m for m in methods.catalogue()}
+    pipelines = {"pipedream", "pipeline", "pipeline_gpipe"}
+    assert set(found) == {*catalogue.ENTRIES, *entries.ENTRIES} - pipelines
+    paths = {name: entry.traits.path for name, entry in found.items()}
     assert paths["single"] == "alone" and paths["hybrid"] == "hybrid"
     assert all(("parameter_server" in n or "_ps_" in n) == (p == "parameter_server")
                for n, p in paths.items())  # fmt: skip
-    assert entries["diloco"].traits == methods.Traits(
+    assert found["diloco"].traits == methods.Traits(
         "all_reduce", "int8", "int8", updates="local", every=32
     )
-    assert entries["async_parameter_server_int8"].traits == methods.Traits(
+    assert found["async_parameter_server_int8"].traits == methods.Traits(
         "parameter_server", "int8", "int8", "bf16", waits=False
     )
-    assert entries["sync_parameter_server"].traits.waits
-    assert entries["no_communication"].traits == methods.Traits(compression="nothing")
-    assert entries["hybrid_int8"].traits == methods.Traits("hybrid", None, "int8", "int8")
-    assert entries["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
+    assert found["sync_parameter_server"].traits.waits
+    assert found["no_communication"].traits == methods.Traits(compression="nothing", rows="nothing")
+    assert found["hybrid_int8"].traits == methods.Traits("hybrid", None, "int8", "int8")
+    assert found["hybrid_8_steps"].traits == methods.Traits("hybrid", together=8)
 
 
-def test_what_else_an_entry_sets_is_passed_over():
-    source = 'import os\nos.environ["A"] = "1"\na, b = 1, 2\nos.c = 3\ndel a\n'
-    assert methods.traits_of(source).together == 1
-    assert methods.traits_of(source + "STEPS_PER_EXECUTION = 4\n").together == 4
+def test_entries_of_the_lab_are_what_strategies_take(monkeypatch):
+    monkeypatch.setenv("LAB_RACKS", "[0, 1]")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    for name, entry in entries.ENTRIES.items():
+        if entry.strategy != "ParameterServerStrategy" and name not in entries.COMPILED:
+            entries.make(name)
 
 
 def test_tasks_of_a_method():

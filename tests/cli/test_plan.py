@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from keras_psplus.catalogue import lookup
+from keras_psplus import catalogue
 from keras_psplus.cli import main
 from keras_psplus.cli import plan as plan_command
 from tests.support.tables import for_each
@@ -162,7 +162,7 @@ def test_measurements_of_a_script(plan):
     assert measured["work"]["slots"] == pytest.approx(2, rel=0.01)
     by_name = {row["entry"]: row for row in found["entries"]}
     apart = ("pipedream", "pipeline", "pipeline_gpipe")
-    assert sorted(by_name) == [name for name in lookup.names() if name not in apart]
+    assert sorted(by_name) == [name for name in catalogue.ENTRIES if name not in apart]
     # By hand: ids up to read, ids and rows up to update, rows down; 2 x 3 / 4 of a sum.
     dense = 4 * (32 * 48 + 48 + 48 * 10 + 10)
     assert by_name["hybrid"]["sent"] == 1.5 * dense + 11 * (8 + 8 + 32)

@@ -12,7 +12,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("keras_psplus", "strategies", "examples", "benchmarks")
+FOLDERS = ("keras_psplus", "examples", "benchmarks")
 MOST_WORDS = 15
 _CLAUSES = {"what", "which", "how", "who", "whom", "whose", "where", "when", "why", "that"}
 _CLAUSES |= {"whatever", "whichever", "whoever", "however", "wherever", "whenever"}

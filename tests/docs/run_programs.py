@@ -23,7 +23,7 @@ from tests import quick_start  # noqa: F401
 import pytest
 
 import keras_psplus
-from keras_psplus.cli import command_flags, run
+from keras_psplus.cli import flags, run
 from keras_psplus.cluster.environment import plan_tasks
 from keras_psplus.cluster.in_process import InProcessCluster
 from keras_psplus.cluster.process.warm_server import Ending
@@ -69,11 +69,8 @@ def _start(program, directory, ending):
 def _tasks(program):
     if not program.flags:
         return [("alone", {})]
-    options = run._flags()
-    options(["run", *shlex.split(program.flags)])
-    return [
-        (task.name, task.variables) for task in plan_tasks(**command_flags.read_layout(options)[0])
-    ]
+    layout, _ = flags.read_layout(run._parser().read(shlex.split(program.flags)))
+    return [(task.name, task.variables) for task in plan_tasks(**layout)]
 
 
 def _become(directory, name, variables):

@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from keras_psplus.cli import command_flags, main
+from keras_psplus.cli import main
 from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 from tests.support.tables import for_each
@@ -22,7 +22,7 @@ LANGUAGES = {
     *("diff", "mermaid", "file"),
 }
 BLOCKS = pages.all_blocks()
-PATHS = "benchmarks|docs|examples|keras_psplus|strategies|tests"
+PATHS = "benchmarks|docs|examples|keras_psplus|tests"
 COMMANDS = ("keras-psplus ", "make ", "pip install ", "python ")
 
 
@@ -35,7 +35,7 @@ def of(language):
 @pytest.fixture(autouse=True)
 def checkout(tmp_path, monkeypatch):
     """A folder as the reader has it: the checkout's, with a `train.py` of the reader's own."""
-    for name in ("examples", "benchmarks", "strategies", "tests", "pyproject.toml", "Makefile"):
+    for name in ("examples", "benchmarks", "tests", "pyproject.toml", "Makefile"):
         (tmp_path / name).symlink_to(pages.ROOT / name)
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
     monkeypatch.chdir(tmp_path)
@@ -91,7 +91,7 @@ def check_launcher(words):
         return
     if command == "bench":
         return check_options(re.search(r"benchmarks/\w+\.py", module._USAGE)[0], arguments)
-    rest = command_flags.parse(module._flags(), arguments)
+    rest = module._parser().read(arguments).command
     if command in ("plan", "exec"):
         return check_options(rest[0], rest[1:])
     if command != "run":

@@ -11,9 +11,8 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.catalogue import lookup
-from keras_psplus.cli import command_flags
-from keras_psplus.cli.command_flags import UsageError
+from keras_psplus.cli import flags
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.processes import LocalCluster
 from keras_psplus.pipeline.base import microbatches
 from tests.pipeline import models
@@ -135,21 +134,10 @@ def test_tensors_are_cut_for_the_micro_batches_of_each_pipeline():
     assert microbatches.cut_batch(tf.constant(1), count=2, pipelines=2) is None
 
 
-def test_the_launcher_knows_pipelines(tmp_path):
-    path = tmp_path / "two.py"
-    path.write_text(
-        "import keras_psplus\n\n"
-        "def strategy(**options):\n"
-        "    return keras_psplus.PipelineStrategy(pipelines=2, **options)\n"
-    )
+def test_the_launcher_knows_pipelines():
     layout = {"workers": 4, "ps": 0, "chief": True}
-    command_flags.check_combination(str(path), layout, {"compression": "bf16"})
-    with pytest.raises(UsageError, match="has 2 pipelines.*pass --workers 2 or 4.*Received: "):
-        command_flags.check_combination(str(path), {**layout, "workers": 3}, {})
+    flags.check_combination("pipeline", layout, {})
     with pytest.raises(UsageError, match="has no `updates`"):
-        command_flags.check_combination(str(path), layout, {"updates": "accumulate:2"})
-    with pytest.raises(UsageError, match="sends gradients between pipelines as bf16 or fp16"):
-        command_flags.check_combination(str(path), layout, {"compression": "int8"})
+        flags.check_combination("pipeline", layout, {"updates": "accumulate:2"})
     with pytest.raises(UsageError, match="has one pipeline, which sends no gradients"):
-        command_flags.check_combination("pipeline", layout, {"compression": "int8"})
-    assert "pipeline" in lookup.names()
+        flags.check_combination("pipeline", layout, {"compression": "int8"})

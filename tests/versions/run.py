@@ -65,7 +65,7 @@ def run(folder, python, keras, tensorflow):
         subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
         pip = [own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         # TensorFlow asks for a Keras of its own, which a nightly build replaces.
-        for packages in ((tensorflow, *OTHERS, "absl-py", "numpy"), (keras,)):
+        for packages in ((tensorflow, *OTHERS, "numpy"), (keras,)):
             if subprocess.run([*pip, *packages]).returncode:
                 return f"cannot install {' '.join(packages)}"
         (folder / "is complete").touch()

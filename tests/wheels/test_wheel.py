@@ -16,14 +16,12 @@ from keras_psplus import versions
 pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # What a build reads; the rest of a checkout may be large.
-READS = ("keras_psplus", "strategies", "pyproject.toml", "setup.cfg", "setup.py", "README.md")
+READS = ("keras_psplus", "pyproject.toml", "README.md")
 SCRIPT = """
 import pathlib, sys
 import keras_psplus as psp
-from keras_psplus.catalogue import lookup
 folder = pathlib.Path(psp.__file__).parent
 assert folder.is_relative_to(sys.argv[1]), folder
-assert lookup.find("all_reduce") == folder / "strategies" / "all_reduce.py"
 import keras, numpy as np
 strategy = psp.strategy_from_env()
 with strategy.scope():
@@ -77,14 +75,13 @@ def test_both_hold_what_is_needed(built):
     assert wheel.name.startswith(f"keras_psplus-{versions.__version__}-py3-none-any")
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "keras_psplus").rglob("*.py")}
-    entries = {f"keras_psplus/strategies/{path.name}" for path in ROOT.glob("strategies/*.py")}
     native = {f"keras_psplus/native/{path.name}" for path in ROOT.glob("keras_psplus/native/*.cc")}
-    assert native and entries
-    assert modules | entries | native | {"keras_psplus/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests/", "strategies/"))]
+    assert native
+    assert modules | native | {"keras_psplus/py.typed"} <= names
+    assert not [name for name in names if name.startswith("tests/")]
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "strategies/single.py"} <= held
+    assert {"pyproject.toml", "README.md", "LICENSE", "keras_psplus/catalogue.py"} <= held
 
 
 def test_the_version_is_in_one_place(built):

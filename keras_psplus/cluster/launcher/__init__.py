@@ -1,1 +1,1 @@
-"""Results, restarts and flags of a job that the launcher has started."""
+"""Results and restarts of a job that the launcher has started."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
+import functools
 import math
 import os
 import pathlib
@@ -10,14 +13,11 @@ import re
 import shlex
 import sys
 import tempfile
-import textwrap
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from absl import flags
-
-from keras_psplus import specs
-from keras_psplus.catalogue import entries, lookup
+from keras_psplus import catalogue, specs
+from keras_psplus.catalogue import Entry
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.monitor.job import JsonLog
@@ -30,28 +30,150 @@ class UsageError(Exception):
     """The command line cannot be used; the message says what would do."""
 
 
-def parse(flag_values: flags.FlagValues, argv: list[str]) -> list[str]:
-    """Parses the flags at the start of `argv`.
+class HelpShown(Exception):
+    """The command line has asked for help, which is printed."""
 
-    Returns:
-        The arguments after the flags: the script and what belongs to it.
 
-    Raises:
-        UsageError: If a flag is unknown, or has a wrong value or none.
+class Parser(argparse.ArgumentParser):
+    """Flags of a command, at its beginning.
+
+    They are spelled with underscores or dashes. A switch is also `--nochief`, `--no-chief` or
+    `--chief=false`.
+
+    Args:
+        usage: The command's help above its flags.
     """
-    own, rest = _split(flag_values, argv)
+
+    def __init__(self, usage: str) -> None:
+        line, _, text = usage.strip().removeprefix("usage: ").partition("\n\n")
+        super().__init__(
+            prog=line.split()[1],
+            usage=line,
+            description=text,
+            formatter_class=_Formatter,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+        self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        self._flags = self.add_argument_group(
+            "flags (with dashes, as --max-restarts, or underscores)"
+        )
+        self.names: dict[str, str] = {}  # by spellings
+
+    def text(self, name: str, help: str, default: str | None = None) -> None:
+        """Adds a flag whose value is not empty."""
+        self._add(name, help, default, type=functools.partial(_text, name))
+
+    def texts(self, name: str, help: str) -> None:
+        """Adds a flag whose values are separated by commas."""
+        self._add(name, help, type=functools.partial(_texts, name))
+
+    def number(
+        self, name: str, kind: type, help: str, default: Any = None, least: float = 0
+    ) -> None:
+        """Adds a flag whose value is a finite number."""
+        self._add(name, help, default, type=functools.partial(_number, name, kind, least))
+
+    def choice(self, name: str, choices: Sequence[str], help: str) -> None:
+        """Adds a flag whose value is one of some words."""
+        self._add(name, f"<{'|'.join(choices)}>: {help}", choices=choices)
+
+    def switch(self, name: str, help: str, default: bool | None = False) -> None:
+        """Adds a flag without a value."""
+        self._add(name, help, default, action="store_true")
+        spellings = _spellings(name)
+        no = [f"--{no}{own[2:]}" for no in ("no", "no_", "no-") for own in spellings]
+        self.names.update(dict.fromkeys(no, f"no{name}"))
+        for action, more, words in (("true", [], "true True 1"), ("false", no, "false False 0")):
+            self._flags.add_argument(
+                *more,
+                *(f"{spelling}={word}" for spelling in spellings for word in words.split()),
+                dest=name,
+                default=default,
+                action=f"store_{action}",
+                help=argparse.SUPPRESS,
+            )
+
+    def _add(self, name: str, help: str, default: Any = None, **kind: Any) -> None:
+        spellings = _spellings(name)
+        self.names.update(dict.fromkeys(spellings, name))
+        if default is not None:
+            help += f" (default: {default})"
+        self._flags.add_argument(*spellings, dest=name, default=default, help=help, **kind)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses a command line.
+
+        Returns:
+            The flags' values, and as `command` the arguments after them: the script and what
+            belongs to it.
+
+        Raises:
+            UsageError: If a flag is unknown, or has a wrong value or none.
+            HelpShown: If it asks for help.
+        """
+        try:
+            options, unknown = self.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise UsageError(f"{error}. Received: {shlex.join(argv)}") from None
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self.names, 1)
+            hint = f" Did you mean: {self.names[near[0]]}?" if near else ""
+            raise UsageError(f"There is no such flag.{hint} Received: {unknown[0]}")
+        if options.command[:1] == ["--"]:
+            del options.command[0]
+        return options
+
+    def read_flags(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses a command line of flags alone."""
+        options = self.read(argv)
+        if options.command:
+            raise UsageError(
+                f"{self.prog} takes no arguments, only flags. "
+                f"Received: {shlex.join(options.command)}"
+            )
+        return options
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends the parsing, where argparse would end the process, after `--help`."""
+        raise HelpShown
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=22, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return f"--[no]{action.dest}" if action.nargs == 0 else f"--{action.dest}"
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+
+
+def _text(name: str, text: str) -> str:
+    if not text:  # as of a variable of the shell that is not set
+        raise UsageError(f"--{name} needs a value. Received: --{name}=''")
+    return text
+
+
+def _texts(name: str, text: str) -> list[str]:
+    return [word.strip() for word in _text(name, text).split(",")]
+
+
+def _number(name: str, kind: type, least: float, text: str) -> Any:
     try:
-        flag_values(["keras-psplus", *own])
-    except flags.Error as error:
-        raise UsageError(f"{error}. Received: {shlex.join(own)}") from None
-    for name in flag_values:
-        value = flag_values[name].value
-        if flag_values[name].present and value in ("", []):
-            # As of a variable of the shell that is not set.
-            raise UsageError(f"--{name} needs a value. Received: --{name}=''")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"--{name} must be a finite number. Received: --{name}={value}")
-    return rest
+        value = kind(_text(name, text))
+    except ValueError:
+        value = math.nan
+    if value in (math.inf, -math.inf) or value != value:
+        number = "a finite number" if kind is float else "a whole number"
+        raise UsageError(f"--{name} must be {number}. Received: --{name}={text}")
+    if value < least:
+        raise UsageError(f"--{name} must be at least {least}. Received: --{name}={text}")
+    return value
 
 
 def check_script(command: list[str]) -> None:
@@ -62,7 +184,7 @@ def check_script(command: list[str]) -> None:
         raise UsageError(f"there is no script {command[0]!r}")
 
 
-def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
+def remarks(parser: Parser, command: list[str]) -> list[str]:
     """Warnings about probable mistakes: flags behind the script, another backend of Keras.
 
     Args:
@@ -70,10 +192,9 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
     """
     lines = []
     script = pathlib.Path(command[0]).read_text(errors="replace")
-    behind = [word.partition("=")[0] for word in command[1:] if word.startswith("--")]
-    names = {_name_of(flag_values, word.lstrip("-")) for word in behind}
+    behind = {parser.names.get(word.partition("=")[0]) for word in command[1:]}
     # A script that has a flag of this name is meant by it.
-    ours = sorted(name for name in names if _is_flag(flag_values, name) and name not in script)
+    ours = sorted(name for name in behind if name is not None and name not in script)
     if ours:
         listed = ", ".join(f"--{name}" for name in ours)
         lines.append(
@@ -85,73 +206,6 @@ def remarks(flag_values: flags.FlagValues, command: list[str]) -> list[str]:
             f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
         )
     return lines
-
-
-def _name_of(flag_values: flags.FlagValues, word: str) -> str:
-    """The name of a flag that may be written with dashes: --dry-run, --no-chief."""
-    name = word.replace("-", "_")
-    positive = name.removeprefix("no_")
-    is_negated = name != positive and name not in flag_values and positive in flag_values
-    return f"no{positive}" if is_negated and flag_values[positive].boolean else name
-
-
-def _is_flag(flag_values: flags.FlagValues, name: str) -> bool:
-    return name in flag_values or name.removeprefix("no") in flag_values
-
-
-def shows_help(usage: str, flag_values: flags.FlagValues, argv: list[str]) -> bool:
-    """Prints a command's help, and returns True, if its own arguments ask for it."""
-    own, rest = _split(flag_values, argv)
-    asks = bool({"-h", "--help"} & {*own, *rest[:1]})
-    if asks:
-        print(help_text(usage, flag_values))
-    return asks
-
-
-def help_text(usage: str, flag_values: flags.FlagValues) -> str:
-    """Returns a command's help: its usage and its flags with their defaults."""
-    lines = [usage.strip(), "", "flags (with dashes, as --max-restarts, or underscores):"]
-    for name in sorted(flag_values):
-        flag = flag_values[name]
-        default = "" if flag.default is None else f" (default: {flag.default})"
-        shown = f"--[no]{name}" if flag.boolean else f"--{name}"
-        indent = " " * 20
-        text = textwrap.fill(
-            flag.help + default, 98, initial_indent=indent, subsequent_indent=indent
-        )
-        lines.append(f"  {shown:<18}{text[len(indent) :]}")
-    return "\n".join(lines)
-
-
-def complain(command: str, error: Exception) -> int:
-    """Prints a usage error; returns the exit code for it."""
-    print(
-        f"keras-psplus {command}: {error}\nkeras-psplus {command} --help shows the flags.",
-        file=sys.stderr,
-    )
-    return 2
-
-
-def _split(flag_values: flags.FlagValues, argv: list[str]) -> tuple[list[str], list[str]]:
-    """Splits `argv` before the first argument that is neither a flag nor a flag's value."""
-    own: list[str] = []
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "--":
-            return own, argv[position + 1 :]
-        if not word.startswith("-") or word == "-":
-            break
-        name, equals, value = word.lstrip("-").partition("=")
-        name = _name_of(flag_values, name)
-        known = _is_flag(flag_values, name)
-        own.append(f"--{name}{equals}{value}" if known else word)
-        position += 1
-        takes_value = name in flag_values and not flag_values[name].boolean
-        if takes_value and not equals and position < len(argv):
-            own[-1] += f"={argv[position]}"
-            position += 1
-    return own, argv[position:]
 
 
 # Checks of flags of `run` that conflict, before anything is started.
@@ -170,11 +224,10 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
     """
     _check_spec("compression", given, specs.COMPRESSION, specs.COMPRESSION_ALLOWED)
     _check_spec("updates", given, specs.UPDATES, specs.UPDATES_ALLOWED)
-    if strategy is None:
-        return
-    entry = entries.read(lookup.find(strategy))
+    if strategy is None or (entry := catalogue.find(strategy)) is None:
+        return  # A file of the user's own is imported by the tasks.
     _check_layout(entry, layout, strategy)
-    problem = lookup.problem_with(entry, given)
+    problem = entry.problem_with(given)
     if problem is None and "updates" in given:
         problem = _problem_with_updates(entry, given["updates"])
     if problem is not None:
@@ -182,7 +235,7 @@ def check_combination(strategy: str | None, layout: dict[str, int], given: dict[
         raise UsageError(f"{strategy} {problem}. Received: --strategy={strategy}, {received}")
 
 
-def chief_of(options: flags.FlagValues) -> bool:
+def chief_of(options: argparse.Namespace) -> bool:
     """Whether a cluster has a chief: by --chief, its servers, or its strategy.
 
     Args:
@@ -190,10 +243,8 @@ def chief_of(options: flags.FlagValues) -> bool:
     """
     if options.chief is not None:
         return bool(options.chief)
-    return options.ps > 0 or (
-        options.strategy is not None
-        and entries.read(lookup.find(options.strategy)).strategy == "PipelineStrategy"
-    )
+    entry = None if options.strategy is None else catalogue.find(options.strategy)
+    return options.ps > 0 or (entry is not None and entry.strategy == "PipelineStrategy")
 
 
 def _check_spec(
@@ -203,12 +254,12 @@ def _check_spec(
         raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
 
 
-def _check_layout(entry: entries.Entry, layout: Mapping[str, int], strategy: str) -> None:
+def _check_layout(entry: Entry, layout: Mapping[str, int], strategy: str) -> None:
     workers, ps, chief = layout["workers"], layout["ps"], layout["chief"]
     needed = None
-    if entry.strategy in ("MultiWorkerMirroredStrategy", "get_strategy") and ps:
+    if entry.strategy in ("MultiWorkerMirroredStrategy", None) and ps:
         needed = "has no use for parameter servers: leave out --ps, or take one of " + ", ".join(
-            name for name in lookup.names() if "parameter_server" in name or "hybrid" in name
+            name for name in catalogue.ENTRIES if "parameter_server" in name or "hybrid" in name
         )
     elif entry.strategy in ("ParameterServerStrategy", "HybridStrategy") and not ps:
         needed = "needs parameter servers: add --ps 1, or take --strategy all_reduce"
@@ -218,22 +269,12 @@ def _check_layout(entry: entries.Entry, layout: Mapping[str, int], strategy: str
         needed = "keeps variables on its workers, and has no parameter servers: leave out --ps"
     elif entry.strategy == "PipelineStrategy" and not (chief and workers):
         needed = "needs a chief, and a worker for each stage: leave out --nochief and --workers 0"
-    elif entry.strategy == "PipelineStrategy":
-        needed = _check_pipelines(entry.options.get("pipelines"), workers)
     if needed:
         received = f"--workers={workers}, --ps={ps}, --{'' if chief else 'no'}chief"
         raise UsageError(f"{strategy} {needed}. Received: --strategy={strategy}, {received}")
 
 
-def _check_pipelines(pipelines: Any, workers: int) -> str | None:
-    if not isinstance(pipelines, int) or pipelines < 1 or workers % pipelines == 0:
-        return None
-    few, many = workers // pipelines * pipelines, -(-workers // pipelines) * pipelines
-    fitting = f"--workers {many}" if few == 0 else f"--workers {few} or {many}"
-    return f"has {pipelines} pipelines, each with as many workers: pass {fitting}"
-
-
-def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
+def _problem_with_updates(entry: Entry, text: str) -> str | None:
     name = text.partition(":")[0]
     plain = "take --strategy all_reduce without --ps"
     if entry.strategy == "HybridStrategy" and name != "accumulate":
@@ -241,7 +282,7 @@ def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
     if entry.strategy == "ParameterServerStrategy":
         if name == "diloco":
             return f"takes accumulate and local_sgd, as its workers come one by one: {plain}"
-        if entry.options.get("mode") == "sync" or "max_staleness" in entry.options:
+        if entry.arguments.get("mode") == "sync" or "max_staleness" in entry.arguments:
             return "takes no updates: they need --strategy async_parameter_server"
     return None
 
@@ -253,7 +294,7 @@ def _problem_with_updates(entry: entries.Entry, text: str) -> str | None:
 _MOST_TASKS = 1000
 
 
-def read_layout(options: flags.FlagValues) -> tuple[dict[str, Any], int | None]:
+def read_layout(options: argparse.Namespace) -> tuple[dict[str, Any], int | None]:
     """Reads the numbers of tasks.
 
     Returns:
@@ -308,7 +349,7 @@ def workers_of(text: str | None) -> tuple[int | None, int | None]:
     return int(least), int(most)
 
 
-def check_range(options: flags.FlagValues, chief: bool) -> None:
+def check_range(options: argparse.Namespace, chief: bool) -> None:
     """Raises UsageError if workers of the cluster, or of its strategy, cannot come and go."""
     received = f"Received: --workers={options.workers}"
     if not (options.ps and chief):
@@ -317,14 +358,12 @@ def check_range(options: flags.FlagValues, chief: bool) -> None:
             f"ParameterServerStrategy: add --ps 1, or give --workers one number. {received}, "
             f"--ps={options.ps}, --{'' if chief else 'no'}chief"
         )
-    if options.strategy is None:
-        return  # The script's own says whether it can.
-    entry = entries.read(lookup.find(options.strategy))
-    if entry.strategy != "ParameterServerStrategy":
+    entry = None if options.strategy is None else catalogue.find(options.strategy)
+    # One of the user's own says itself whether it can.
+    if entry is not None and entry.strategy != "ParameterServerStrategy":
         raise UsageError(
-            f"{options.strategy} needs all of its workers, or may choose a strategy that does: "
-            "give --workers one number, or take --strategy async_parameter_server. "
-            f"{received}, --strategy={options.strategy}"
+            f"{options.strategy} needs all of its workers: give --workers one number, or take "
+            f"--strategy async_parameter_server. {received}, --strategy={options.strategy}"
         )
 
 
@@ -372,27 +411,34 @@ def json_log(path: str | None) -> JsonLog | None:
     return log
 
 
-def define_outputs(values: flags.FlagValues) -> None:
-    """Defines `--json_log`, `--trace` and `--trace_steps`."""
-    flags.DEFINE_string(
-        "json_log",
+def add_roles(parser: Parser) -> None:
+    """Adds `--ps` and `--chief`."""
+    parser.number("ps", int, "Number of parameter servers.", 0)
+    parser.switch(
+        "chief",
+        "Whether there is a chief beside the workers (default: if there are parameter servers, or "
+        "with --strategy pipeline).",
         None,
+    )
+
+
+def add_outputs(parser: Parser) -> None:
+    """Adds `--json_log`, `--trace` and `--trace_steps`."""
+    parser.text(
+        "json_log",
         "File to which a line of JSON is appended for each summary of training steps (about one a "
         "second from each task), and for each start and end of a task, stall and fault.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    parser.text(
         "trace",
-        None,
         "File for a Chrome trace of some training steps of all tasks, which Perfetto opens.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
+    parser.number(
         "trace_steps",
-        TRACE_STEPS,
+        int,
         "Number of steps of each task in the trace, after three of warm-up.",
-        lower_bound=1,
-        flag_values=values,
+        TRACE_STEPS,
+        least=1,
     )
 
 
@@ -459,31 +505,22 @@ def last_traceback(lines: list[str]) -> list[str]:
 # The flags that say what `keras_psplus.strategy_from_env()` returns in the script.
 
 
-def define_strategy(values: flags.FlagValues) -> None:
-    """Defines --strategy, --compression and --updates."""
-    flags.DEFINE_string(
+def add_strategy(parser: Parser) -> None:
+    """Adds --strategy, --compression and --updates."""
+    parser.text(
         "strategy",
-        None,
         "What `keras_psplus.strategy_from_env()` returns in the script: an entry of the catalogue "
         "(--list) or a .py file that defines `strategy()`.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    parser.text(
         "compression",
-        None,
         "The `compression` of that strategy: bf16, fp16, int8, sign, topk:0.01, randomk:0.1, "
         "powersgd:4, factors, factors:bf16 or factors:fp16.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
-        "updates",
-        None,
-        "Its `updates`: accumulate:4, local_sgd:8 or diloco:100.",
-        flag_values=values,
-    )
+    parser.text("updates", "Its `updates`: accumulate:4, local_sgd:8 or diloco:100.")
 
 
-def variables(options: flags.FlagValues, layout: dict[str, int]) -> dict[str, str]:
+def variables(options: argparse.Namespace, layout: dict[str, int]) -> dict[str, str]:
     """The environment variables from which `keras_psplus.strategy_from_env()` learns what to make.
 
     Args:
@@ -494,14 +531,14 @@ def variables(options: flags.FlagValues, layout: dict[str, int]) -> dict[str, st
     """
     given = {
         option: text
-        for option in lookup.OPTION_VARIABLES
+        for option in catalogue.OPTION_VARIABLES
         if (text := getattr(options, option)) is not None
     }
     strategy = options.strategy
     check_combination(strategy, layout, given)
-    found = {lookup.OPTION_VARIABLES[option]: text for option, text in given.items()}
+    found = {catalogue.OPTION_VARIABLES[option]: text for option, text in given.items()}
     if strategy is not None:
-        path = lookup.find(strategy)
-        name = path.stem if lookup.is_entry(strategy) else str(path)
-        found[lookup.STRATEGY_VARIABLE] = name
+        is_entry = catalogue.find(strategy) is not None
+        path = pathlib.Path(strategy).expanduser().resolve()
+        found[catalogue.STRATEGY_VARIABLE] = strategy if is_entry else str(path)
     return found

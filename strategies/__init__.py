@@ -1,1 +1,0 @@
-"""The catalogue: one short file for each way of training, each defining `strategy()`."""
