@@ -420,7 +420,7 @@ print("losses", loss[0] > loss[1])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["hybrid", *extended("ps")])
+@pytest.mark.parametrize("kind", extended("hybrid", "ps"))
 def test_a_job_with_a_token_and_mutual_tls_trains(pki, kind):
     layout = {"workers": 1 + (kind == "hybrid"), "ps": 1, "chief": kind == "ps"}
     env = {**pki["mutual"], TOKEN_VARIABLE: "of the job"}

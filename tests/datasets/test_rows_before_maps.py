@@ -175,6 +175,7 @@ def test_elements_may_be_of_any_size_sparse_and_ragged():
         assert_same(make, world)
 
 
+@pytest.mark.extended
 def test_named_tuples_tables_and_captured_values_are_handed_on():
     table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer(tf.range(20), tf.range(20) * 10), -1

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.processes
 TESTED = {
     "all-reduce": (
         "predict",
-        "programs: ragged and sparse rows",
         "programs: step of its own without call",
     ),
     "two devices": ("programs: run eagerly",),

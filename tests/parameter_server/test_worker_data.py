@@ -27,7 +27,7 @@ def check_that_each_was_seen_once(found):
     assert found["predicted"] == NUMBERS
 
 
-@pytest.mark.parametrize(("policy", "steps_per_execution"), [("FILE", 3), *extended(("DATA", 1))])
+@pytest.mark.parametrize(("policy", "steps_per_execution"), extended(("FILE", 3), ("DATA", 1)))
 def test_each_element_is_seen_once_an_epoch(policy, steps_per_execution, folder):
     args = {"folder": folder, "policy": policy, "steps_per_execution": steps_per_execution}
     results = run("async22", cases.shared_by_policy, **args)

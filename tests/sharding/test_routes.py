@@ -81,6 +81,7 @@ def test_rows_come_to_the_workers_whose_they_are(groups):
         np.testing.assert_allclose(sum_of_first, total[0], atol=1e-5)
 
 
+@pytest.mark.extended
 def test_what_compressed_sums_leave_out_comes_later(monkeypatch):
     monkeypatch.setenv("KERAS_PSPLUS_NATIVE", "0")
     workers, steps = 3, 50

@@ -1,6 +1,7 @@
 """Followers of a table's changes have its rows, on one server and on two."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
@@ -60,6 +61,7 @@ def test_changes_add_up_to_the_table():
     assert often.wholes == 1 and gone > 5 and sent < 12 * len(list(batches()))
 
 
+@pytest.mark.extended
 def test_rows_that_are_set_are_read_whole():
     servers = Servers()
     follower = Follower(servers)

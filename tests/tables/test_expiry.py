@@ -82,8 +82,8 @@ EXPIRES = {
 @pytest.mark.parametrize(
     ("expire", "count", "servers"),
     [
-        *(("lru", None, 1), ("both", None, 2)),
-        *extended(("lfu", 2, 2), ("unused", 2, 1), ("both", 2, 1)),
+        ("lru", None, 1),
+        *extended(("both", None, 2), ("lfu", 2, 2), ("unused", 2, 1), ("both", 2, 1)),
     ],
 )
 def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
@@ -101,7 +101,7 @@ def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
 
 
 @pytest.mark.parametrize(
-    ("expire", "admit"), [("lru", None), *extended(("unused", None)), ("unused", tables.Count(2))]
+    ("expire", "admit"), [("lru", None), *extended(("unused", None), ("unused", tables.Count(2)))]
 )
 def test_rows_that_expired_are_used_again(expire, admit):
     table = Servers(admit, EXPIRES[expire][1])

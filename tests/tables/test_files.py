@@ -131,6 +131,7 @@ def test_what_was_kept_for_the_last_capture_is_not_written_in_the_next():
     assert [len(entries) for entries, _ in frozen.take_kept()] == [2]
 
 
+@pytest.mark.extended
 def test_rows_that_were_set_are_written_whole(tmp_path):
     chain = Chain(Servers(), tmp_path)
     for _ in range(2):

@@ -86,7 +86,7 @@ def batches():
         yield keys, random.normal(size=(len(keys), DIM)).astype("float32")
 
 
-@pytest.mark.parametrize("count", [1, *extended(2)])
+@pytest.mark.parametrize("count", extended(1, 2))
 def test_counts_and_unused_rows_are_those_of_a_model(count):
     servers, (n, idle) = Servers(tables.Count(2), tables.Unused(steps=3), count), (2, 3)
     rows, slots, counts, candidates = {}, {}, {}, {}
