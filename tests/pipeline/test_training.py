@@ -22,7 +22,7 @@ GPIPE, RECOMPUTED, COMPILED, TWO = "gpipe", "recomputed", "compiled", "two pipel
 # What evaluates and predicts, too; all do of those that `make test-all` adds.
 EVALUATED = "evaluated"
 WAYS = [
-    ("own_step", TWO, GPIPE, EVALUATED),
+    ("own_step", TWO, EVALUATED),
     ("loss_of_rows",),
 ]
 MORE_WAYS = [
