@@ -337,8 +337,17 @@ class _Plan(OptimizerPlan):
         return is_table(variable)
 
 
-class ShardedHybridEngine(TableEngine, ShardedEngine):
-    """Cuts what an optimizer keeps of the variables that are no tables."""
+if TYPE_CHECKING:
+
+    class _Tables(TableEngine, ShardedEngine):
+        pass
+
+else:
+    _Tables = TableEngine
+
+
+class TableSharesEngine(_Tables):
+    """Mixin of tables for an engine with shares of all other variables."""
 
     plan_class = _Plan
 
@@ -360,8 +369,12 @@ class ShardedHybridEngine(TableEngine, ShardedEngine):
         return self._cut_if_dense(list(grads), scaled, self._placed(optimizer, variables))
 
 
-class FullyShardedHybridEngine(ShardedHybridEngine, FullyShardedEngine):
-    """Cuts the weights that are no tables, too."""
+class ShardedHybridEngine(TableSharesEngine, ShardedEngine):
+    """Cuts what an optimizer keeps."""
+
+
+class FullyShardedHybridEngine(TableSharesEngine, FullyShardedEngine):
+    """Cuts the weights, too."""
 
 
 class ShardedHybridExtended(TableExtended, ShardedExtended):

@@ -2,8 +2,8 @@
 
 lost_job.py STRATEGY FOLDER [VICTIM]
 
-STRATEGY is a value of `shard`, or a mesh, such as 2x1. Without a victim, the chief reads what the
-optimizer keeps once more when the scripts of the others have ended.
+STRATEGY is a value of `shard`, or a mesh, such as 2x1, or both: 2x2/optimizer. Without a victim,
+the chief reads what the optimizer keeps once more when the scripts of the others have ended.
 """
 
 import os
@@ -40,8 +40,9 @@ class Dying(keras.callbacks.Callback):
 
 def main(kind, folder, victim=None):
     if "x" in kind:
-        mesh = psp.DeviceMesh(tuple(map(int, kind.split("x"))), ("batch", "model"))
-        strategy = psp.ModelParallelStrategy(mesh=mesh)
+        shape, _, shard = kind.partition("/")
+        mesh = psp.DeviceMesh(tuple(map(int, shape.split("x"))), ("batch", "model"))
+        strategy = psp.ModelParallelStrategy(mesh=mesh, shard=shard or None)
     else:
         strategy = psp.MultiWorkerMirroredStrategy(shard=kind)
     task, folder = strategy.task, pathlib.Path(folder)
