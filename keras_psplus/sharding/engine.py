@@ -342,11 +342,14 @@ class ShardedEngine(AllReduceEngine):
         """The value that an update has made of a variable on its owner."""
         return variable._value.read_value()
 
+    def _meet(self) -> list[tf.Tensor]:
+        """Tensors to wait for those workers by that have parts of the same averages."""
+        return self._sum_over_parts([tf.zeros([])]) if self.has_whole_weights else []
+
     def average(self, optimizer: Optimizer, variables: Variables) -> None:
         places = self._placed(optimizer, variables)
         # Between updates, nothing else waits for a worker that still reads averages, as to save.
-        waits = self.has_whole_weights and optimizer.gradient_accumulation_steps
-        met = self._sum_over_parts([tf.zeros([])]) if waits else []
+        met = self._meet() if optimizer.gradient_accumulation_steps else []
         with in_update.raised(), tf.control_dependencies(met):
             if self.has_whole_weights and all(place.is_everywhere for place in places):
                 super().average(optimizer, variables)

@@ -42,9 +42,14 @@ class AxisCut(NamedTuple):
         parts = tf.split(tensor, self.number, self.axis)
         return [part for part in parts for _ in range(self.copies)]
 
-    def whole(self, rows: tf.Tensor) -> tf.Tensor:
-        """The tensor of its parts, each of which is a row of a matrix."""
-        parts = tf.unstack(tf.reshape(rows[:: self.copies], [self.number, *self.shard]))
+    def whole(self, rows: tf.Tensor, rank: int = 0) -> tf.Tensor:
+        """The tensor of its parts, each of which is a row of a matrix.
+
+        Of copies, which may differ where each worker adds up what it has itself, those of the
+        workers in this one's row of the mesh are taken.
+        """
+        own = rows[rank % self.copies :: self.copies]
+        parts = tf.unstack(tf.reshape(own, [self.number, *self.shard]))
         return tf.concat(parts, self.axis)
 
 
@@ -140,6 +145,13 @@ class Place(NamedTuple):
         if self.cut is not None:
             return tf.reshape(self.cut.rows(value)[rank], self.cut.shard)
         return value if self.owner in (None, rank) else tf.zeros([0], value.dtype)
+
+    def whole(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
+        """The tensor that is cut, of all workers' parts as rows of a matrix."""
+        assert self.cut is not None
+        if isinstance(self.cut, AxisCut):
+            return self.cut.whole(rows, rank)
+        return self.cut.whole(rows)
 
     def holds(self, rank: int) -> bool:
         """Whether a worker updates the variable, or a part of it."""

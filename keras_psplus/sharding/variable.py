@@ -127,7 +127,7 @@ class ShareVariable(WrittenVariable):
         place, part = self.place, self.part.value()
         if place.cut is not None:
             row = tf.reshape(part, [1, place.cut.width])
-            return place.cut.whole(route.gather(row))
+            return place.whole(route.gather(row), self._store.rank)
         mine = place.owner == self._store.rank
         return route.sum([part if mine else tf.zeros(self._whole_shape, self.dtype)])[0]
 
@@ -144,7 +144,9 @@ class ShareVariable(WrittenVariable):
             piece = route.gather(row[:, start : start + length])
             if rows is not None:
                 rows[:, start : start + length] = piece
-        return None if rows is None else cut.whole(tf.convert_to_tensor(rows))
+        if rows is None:
+            return None
+        return self.place.whole(tf.convert_to_tensor(rows), self._store.rank)
 
     def receive(self, launcher: Launcher, value: tf.Tensor | None) -> None:
         """Takes this worker's part of a value that one worker has.

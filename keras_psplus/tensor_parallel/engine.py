@@ -295,6 +295,10 @@ class ShardedModelParallelEngine(ModelParallelEngine):
         clipped = sums.clipped_by_norms(optimizer, grads, variables[0].dtype, parts, total)
         return ShardedEngine._cut_if_dense(self, grads, clipped, places)
 
+    def _meet(self) -> list[tf.Tensor]:
+        # Those of a row wait for each other in each step.
+        return gradients.sum_packed(self.strategy.extended.launcher(0), [tf.zeros([])])
+
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         if place.is_everywhere:
             return super()._target(variable, place)
