@@ -26,6 +26,17 @@ def test_only_epochs_of_the_same_fit_come_before_in_its_data(first_epoch):
     assert progress.begin_iteration(iterator) is None
 
 
+def test_the_data_of_a_resumed_fit_are_in_the_order_that_its_backup_tells(monkeypatch, tmp_path):
+    monkeypatch.setattr(FitProgress, "_seed_of", lambda *_: 7)
+    backup, model = keras.callbacks.BackupAndRestore(tmp_path), keras.Sequential()
+    model.compile("sgd", "mse")
+    for is_chief, expected in ((True, 7), (False, 3)):
+        progress = FitProgress()
+        progress.begin(keras.Model.fit, model, (), {"callbacks": [backup]}, is_chief)
+        # Those of a validation are the next to be read.
+        assert [progress.data_seed(drawn) for drawn in (3, 4)] == [expected, 4]
+
+
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])
 def test_patience_goes_on(kind):
     optimizer = types.SimpleNamespace(learning_rate=np.float32(0.1))
