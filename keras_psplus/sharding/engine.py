@@ -257,9 +257,15 @@ class ShardedEngine(AllReduceEngine):
             clipped = [None if g is None else next(found) for g in grads]
             return self._cut_if_dense(grads, clipped, places)
         # Of what is cut, each worker has a part of the squares; rows are on all workers.
-        cut, dtype = self._parts(grads, places), variables[0].dtype
-        clipped = sums.clipped_by_norms(optimizer, grads, dtype, cut, self._sum_over_parts)
+        found = self._parts_of_squares(grads, variables, places)
+        clipped = sums.clipped_by_norms(optimizer, grads, variables[0].dtype, *found)
         return self._cut_if_dense(grads, clipped, places)
+
+    def _parts_of_squares(
+        self, grads: Sequence[Any], variables: Variables, places: Places
+    ) -> tuple[list[int], sums.Sums]:
+        """Numbers of the gradients whose squares workers add up, and the function that does."""
+        return self._parts(grads, places), self._sum_over_parts
 
     def _parts(self, grads: Sequence[Any], places: Places) -> list[int]:
         """Numbers of the gradients of which each worker has a part, or none."""

@@ -61,7 +61,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         if self._store is None:
             assert self.control is not None
             self._store = ShareStore(
-                self.store_route,
+                self._make_store_route(),
                 self.host_launcher,
                 self.take_group_keys(1 + self._num_workers),
                 self.control,
@@ -97,9 +97,8 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         workers = self.sharing_workers
         return Route(self.sharing_launcher, workers.index(self._id_in_cluster), len(workers))
 
-    @property
-    def store_route(self) -> Route:
-        """Way of rows between all workers that have parts of one variable."""
+    def _make_store_route(self) -> Route:
+        """Makes the way of rows between all workers that have parts of one variable."""
         return self.route
 
     @property

@@ -52,7 +52,7 @@ class OptimizerPlan:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, workers: int) -> None:
         self._workers = workers
-        self.has_slots = any(isinstance(one._value, ShareVariable) for one in optimizer.variables)
+        self.has_slots = has_slots_in_shares(optimizer)
         variables = optimizer._trainable_variables
         self.reason = _foreign_method(optimizer)
         if self.reason is not None:
@@ -153,6 +153,10 @@ class OptimizerPlan:
             f"'{optimizer.name}' in shares: {how}; of {whole / 1e6:.2f} MB, {on_all / 1e6:.2f} MB "
             f"are on every worker\n{text_table.aligned(rows)}"
         )
+
+
+def has_slots_in_shares(optimizer: keras.optimizers.Optimizer) -> bool:
+    return any(isinstance(one._value, ShareVariable) for one in optimizer.variables)
 
 
 def reason_for_wholes(optimizer: keras.optimizers.Optimizer) -> str | None:

@@ -117,7 +117,7 @@ class Units:
         of_gradient = self._of_gradient()
         if of_gradient is None:
             return self._gather_to_compute([weight], ())[0]
-        # What a compiled function computes once more in backward.
+        # Weights that a compiled function computes with once more in backward.
         call, function = of_gradient
         again = (one.found.get(id(call), {}).get(id(weight)) for one in self._backwards)
         found = next((one for one in again if one is not None), function.whole_of(weight))
@@ -380,7 +380,7 @@ class Plan:
 
     def __init__(self, units: Sequence[Sequence[WeightShare]]) -> None:
         self._units, self.graph = list(units), framework_ops.get_default_graph()
-        # What was gathered, by ids of the weights.
+        # Gathered tensors, by ids of the weights.
         self.wholes: dict[int, tf.Tensor] = {}
 
     def take(self, weights: Sequence[WeightShare], most: int) -> list[WeightShare]:

@@ -18,7 +18,6 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
-from keras_psplus.sharding import sums
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.plan import reason_for_wholes
 from keras_psplus.sharding.variable import ParameterPart, in_update
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from keras_psplus.engine import Gradients, Variables
     from keras_psplus.sharding.engine import Places
     from keras_psplus.sharding.places import Place
+    from keras_psplus.sharding.sums import Sums
 
 # Between seeds of the workers of a row, where they draw for their own heads.
 _SEED_STRIDE = 0x2545F491
@@ -270,14 +270,12 @@ class ShardedModelParallelEngine(ModelParallelEngine):
             grads = self.parts_of_weights(list(grads), list(variables))
         return ShardedEngine.reduce(self, optimizer, grads, variables)
 
-    def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
-        if not self._cuts(optimizer):
-            return super().clip(optimizer, grads, variables)
-        places = self._placed(optimizer, variables)
-        limit = optimizer.clipnorm or optimizer.global_clipnorm
-        if not limit or limit <= 0:
-            clipped = optimizer._clip_gradients(list(grads))
-            return ShardedEngine._cut_if_dense(self, grads, clipped, places)
+    # Where nothing is in pieces, it leaves all as it is.
+    _cut_if_dense = ShardedEngine._cut_if_dense
+
+    def _parts_of_squares(
+        self, grads: Sequence[Any], variables: Variables, places: Places
+    ) -> tuple[list[int], Sums]:
         in_columns = [not isinstance(gradient, tf.IndexedSlices) for gradient in grads]
         in_rows = [cut_of(variable) is not None for variable in variables]
         parts = [i for i in range(len(grads)) if in_columns[i] or in_rows[i]]
@@ -292,8 +290,7 @@ class ShardedModelParallelEngine(ModelParallelEngine):
                 found |= zip(own, gradients.sum_packed(launcher, [found[i] for i in own]))
             return [found[i] for i in parts]
 
-        clipped = sums.clipped_by_norms(optimizer, grads, variables[0].dtype, parts, total)
-        return ShardedEngine._cut_if_dense(self, grads, clipped, places)
+        return parts, total
 
     def _meet(self) -> list[tf.Tensor]:
         # Those of a row wait for each other in each step.

@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.core.graph.variables import gradient_shape
 from keras_psplus.sharding.places import PieceCut, Place
-from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
-from keras_psplus.sharding.variable import ShareVariable
+from keras_psplus.sharding.plan import OptimizerPlan, has_slots_in_shares, reason_for_wholes
 from keras_psplus.tensor_parallel.mesh import Grid
 from keras_psplus.tensor_parallel.variable import cut_of
 
@@ -59,8 +58,7 @@ class PiecePlan(CutPlan):
     def __init__(self, optimizer: keras.optimizers.Optimizer, rows: int, columns: int) -> None:
         super().__init__(optimizer)
         self._in_updates = self.places
-        slots = (slot._value for slot in optimizer.variables)
-        self.has_slots = any(isinstance(slot, ShareVariable) for slot in slots)
+        self.has_slots = has_slots_in_shares(optimizer)
         if self.reason is not None:
             return
         variables = optimizer._trainable_variables

@@ -102,8 +102,7 @@ class ModelParallelExtended(ShardedExtended):
             return Route(self.launcher(0), self.world.rank, len(self.grid.rows))
         return super().route
 
-    @property
-    def store_route(self) -> Route:
+    def _make_store_route(self) -> Route:
         if not self.cuts_slots:
             return self.route
         workers = self.sharing_workers
@@ -233,6 +232,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             )
         # Workers of a single row share slots with no others.
         self.shard = shard if self.grid and len(self.grid.rows) > 1 else None
+        # Nor do they send weights, whose compressor may be there beside that of gradients.
+        of_gradients, _ = shard_option.compressors(compression, shard)
         if self.grid:
             _check_topology(topology_module.get(topology, workers), self.grid)
         if workers is not None and len(workers) > 1:
@@ -247,7 +248,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 heartbeat_timeout=heartbeat_timeout,
                 stall_warning=stall_warning,
                 bucket_bytes=bucket_bytes,
-                compression=compression,
+                compression=compression if self.shard else of_gradients,
                 updates=updates,
                 topology=topology,
                 shard=self.shard,

@@ -188,7 +188,10 @@ def test_data_of_a_row_differ():
 def test_one_process_trains_alone():
     mesh = psp.DeviceMesh((2, 2), AXES)
     strategy = psp.ModelParallelStrategy(
-        layout_map={".*kernel": (None, "model")}, mesh=mesh, shard="optimizer"
+        layout_map={".*kernel": (None, "model")},
+        mesh=mesh,
+        shard="optimizer",
+        compression={"gradients": "int8", "weights": "bf16"},
     )
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(3)])

@@ -99,7 +99,10 @@ def test_slots_are_cut_along_rows_and_columns():
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
-    ["mlp/adamw", "mlp/average", "mlp/muon", "mlp/counting", "odd/adagrad", "odd/sgd", "own_step"],
+    [
+        *("mlp/adamw", "mlp/average", "mlp/muon", "mlp/counting", "odd/adagrad", "odd/sgd"),
+        *("own_step", "transformer/momentum_clipnorm"),
+    ],
 )
 def test_slots_in_pieces_equal_one_process(name):
     equals_one_process("tp4_shards", cases.trained, name=name)
