@@ -390,7 +390,7 @@ class StepReport(keras.callbacks.Callback):
             loss=_number(self._loss),
             ms=round((now.seconds - since.seconds) / steps * 1e3, 3),
             bytes_sent=round(spent.sent_bytes / steps),
-            # What is summed by all-reduce is counted where it is sent.
+            # Sums by all-reduce are counted where they are sent.
             bytes_received=round(spent.pulled_bytes / steps) if now.totals.pulled_bytes else None,
             wait_ms=round(spent.seconds / steps * 1e3, 3),
         )
@@ -417,7 +417,7 @@ def add_step_report(callbacks: keras.callbacks.CallbackList) -> None:
     """Adds a `StepReport` to a list of callbacks, if the launcher has asked for one."""
     report = task_report.current()
     if report is not None and not any(isinstance(c, StepReport) for c in callbacks.callbacks):
-        # What others do at an epoch's end is no part of its steps' time.
+        # Other callbacks' work at an epoch's end is no part of its steps' time.
         callbacks.callbacks.insert(0, StepReport(report))
 
 

@@ -27,7 +27,7 @@ from keras_psplus.log import info_once, warn_once
 STRATEGY_VARIABLE = "KERAS_PSPLUS_STRATEGY"
 # Arguments of the strategy, and the variables that they are taken from.
 OPTION_VARIABLES = {"compression": "KERAS_PSPLUS_COMPRESSION", "updates": "KERAS_PSPLUS_UPDATES"}
-# What `keras-psplus plan` asks of the script, whatever strategy it makes.
+# The request of `keras-psplus plan` to the script, whatever strategy that makes.
 PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 
 
@@ -203,7 +203,7 @@ ENTRIES = {
         {"shard": "optimizer"},
     ),
 }
-# What the other entries of a class are variants of.
+# The entries that the others of their classes are variants of.
 _PLAIN = {entry.strategy: name for name, entry in ENTRIES.items() if not entry.arguments}
 
 

@@ -50,7 +50,7 @@ ENTRIES = {
     for strategy, by_name in _FURTHER.items()
     for name, arguments in by_name.items()
 }
-# What the lab gives to `model.compile(steps_per_execution=)`.
+# The lab's argument of `model.compile(steps_per_execution=)`.
 TOGETHER = {"hybrid_8_steps": 8}
 # The lab's table is a `DynamicEmbedding`.
 DYNAMIC = ("hybrid_dynamic", "hybrid_dynamic_int8")

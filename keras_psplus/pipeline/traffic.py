@@ -231,7 +231,7 @@ def compress_activations(
         if not _is_worth_it(tensor) or pipeline is None:
             continue
         for consumer in tensor.consumers():
-            # What joins the outputs of pipelines gets them as they are.
+            # Operations that join the outputs of pipelines get them as they are.
             if consumer.device == tensor.device or stages.pipeline_of(consumer.device) != pipeline:
                 continue
             key = id(tensor), consumer.device

@@ -15,8 +15,8 @@ from keras_psplus.cluster.channel.tls import Tls
 
 # Server of the control channel: one method, which answers signed messages.
 #
-# What anybody can make it do is bounded: messages are small, calls few at once, and connections
-# that say nothing are closed.
+# Bounds for strangers: messages are small, calls few at once, and connections that say nothing are
+# closed.
 
 
 METHOD = "/keras_psplus.Control/Call"

@@ -34,7 +34,7 @@ SEEDS = "seed_generators.json"
 TRAINING = "training_state.npz"
 _DIGESTS = "digests.json"
 _FORMAT = 1
-# What Keras adds to the names of the state before, with `double_checkpoint`.
+# Keras's suffix of the state before, with `double_checkpoint`.
 _PREVIOUS = ".bkp"
 
 

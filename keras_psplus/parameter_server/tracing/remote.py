@@ -226,7 +226,7 @@ _FRAME = re.compile(r'^ *(File "(.*)", line \d+, in .*)$', re.MULTILINE)
 _LIBRARIES = [
     str(pathlib.Path(str(m.__file__)).resolve().parent) for m in (tf, keras, keras_psplus)
 ]
-# What a library's function comes through on the way to the script's.
+# Modules between a library's function and the script's.
 _BETWEEN = [str(pathlib.Path(str(m.__file__)).resolve()) for m in (contextlib, threading)]
 
 

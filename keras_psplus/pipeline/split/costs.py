@@ -22,7 +22,7 @@ from keras_psplus.keras_internals.keras_parts import (
     tree,
 )
 
-# What a dimension that is not known counts as, but for the rows.
+# Size that a dimension which is not known counts as, but for the rows.
 _UNKNOWN_SIZE = 64
 _PLAIN = (type(None), bool, int, float, str)
 
