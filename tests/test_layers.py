@@ -41,7 +41,8 @@ hybrid: rows calls servers tables saving server_tables extended server engine st
 layers: dynamic_embedding
 parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
     extended context steps worker_updates local_sgd sync predict_function engine strategy
-pipeline: failure base extended graph replicas traffic step split context engine strategy
+pipeline: stages schedule boundary microbatches replicas traffic costs plan splitter context
+    traced_step step_function pipedream engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
 tensor_parallel: mesh group variable rules layer_calls plan engine strategy
 tables: policies keys chunks index row_optimizer admission snapshot store files row_variable

@@ -11,9 +11,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.pipeline.base import gradients
-from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.extended import making_on
+from keras_psplus.pipeline import boundary
+from keras_psplus.pipeline.stages import Stages, making_on
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record, resource_variable_ops
 
@@ -334,7 +333,7 @@ class PipelineSums:
                     arrived = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
                     self.crossings.append(ReplicaTransfer(copied, pipeline, gradient, arrived))
                     gradient = arrived
-                total = gradients.add(total, gradient)
+                total = boundary.add(total, gradient)
         return total
 
 

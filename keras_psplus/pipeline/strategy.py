@@ -21,15 +21,12 @@ from keras_psplus.core import plan
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
-from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.context import PipelineContext
-from keras_psplus.pipeline.engine import PipelineEngine
-from keras_psplus.pipeline.extended import PipelineExtended
-from keras_psplus.pipeline.failure import StallProbe, Watch
+from keras_psplus.pipeline import schedule
+from keras_psplus.pipeline.context import PipelineContext, StageTimes
+from keras_psplus.pipeline.engine import PipelineEngine, StallProbe, Watch
 from keras_psplus.pipeline.replicas import Copies
-from keras_psplus.pipeline.split.splitter import Splitter, Variables
-from keras_psplus.pipeline.step.times import StageTimes
+from keras_psplus.pipeline.splitter import Splitter, Variables
+from keras_psplus.pipeline.stages import PipelineExtended, Stages
 from keras_psplus.pipeline.traffic import PipelineTraffic
 
 

@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "micro-batches weighted alike",
         "a layer's loss counts as much for a micro-batch of fewer rows",
-        "pipeline/base/microbatches.py",
+        "pipeline/microbatches.py",
         "tf.add_n([loss * (size / rows) for loss, size in zip(losses, sizes)])",
         "tf.add_n([loss / len(sizes) for loss, size in zip(losses, sizes)])",
         ("pipeline/test_microbatches.py", "pipeline/test_training.py"),
@@ -285,7 +285,7 @@ FAULTS = (
     Fault(
         "gradients of the first rows",
         "every micro-batch has the gradients of the first one's outputs",
-        "pipeline/base/gradients.py",
+        "pipeline/boundary.py",
         "_rows(gradient, first, size) for",
         "_rows(gradient, 0, size) for",
         ("pipeline/test_training.py",),
@@ -293,7 +293,7 @@ FAULTS = (
     Fault(
         "another mask when a layer is recomputed",
         "dropout in the backward pass drops other units than in the forward pass",
-        "pipeline/graph/recompute.py",
+        "pipeline/boundary.py",
         "            return next(self._seeds)\n",
         "            return draw()\n",
         ("pipeline/test_recompute.py",),
@@ -301,7 +301,7 @@ FAULTS = (
     Fault(
         "a schedule that runs ahead",
         "each stage keeps the activations of one more micro-batch",
-        "pipeline/base/schedule.py",
+        "pipeline/schedule.py",
         "min(stages - k, microbatches)",
         "min(stages - k + 1, microbatches)",
         ("pipeline/test_schedule.py",),

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.pipeline.base import microbatches
+from keras_psplus.pipeline import microbatches
 from tests.pipeline.models import (
     CROSSENTROPY,
     Task,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -26,16 +26,134 @@ import tensorflow as tf
 
 from keras_psplus.core.base import threads
 from keras_psplus.core.base.optimizers import optimizers_of
-from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.extended import making_on
-from keras_psplus.pipeline.graph import devices
-from keras_psplus.pipeline.step import train_step
-from keras_psplus.pipeline.step.step_function import Feed, Functions, is_ahead
-from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
+from keras_psplus.pipeline import microbatches, schedule, traffic
+from keras_psplus.pipeline.boundary import READS
+from keras_psplus.pipeline.stages import host_of, making_on
+from keras_psplus.pipeline.step_function import Feed, Functions, is_ahead
+from keras_psplus.pipeline.traced_step import PipelineStep, Update
+from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.pipeline.context import PipelineContext
+
+
+# The order of two calls of a step's function that run at the same time.
+#
+# Each call runs the operations on a stage's state (averages of BatchNormalization, seeds, metrics)
+# after those of the call before. TensorFlow orders operations inside of a call only.
+
+
+_CHANGES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
+
+
+def state_operations(graph: tf.Graph, weights: Collection[int]) -> dict[str, list[tf.Operation]]:
+    """Operations on variables that a graph changes, by their devices.
+
+    Args:
+        graph: Graph of a function, all of whose operations have devices.
+        weights: Ids of the handles of variables that are left out.
+    """
+    found: dict[str, list[tf.Operation]] = {}
+    for outside, inside in graph.captures:
+        if inside.dtype != tf.resource or id(outside) in weights:
+            continue
+        users = inside.consumers()
+        if any(op.type not in READS for op in users):
+            for op in users:
+                found.setdefault(op.device, []).append(op)
+    return found
+
+
+def changed_weights(graph: tf.Graph, weights: Collection[int]) -> list[int]:
+    """Those of some variables that a graph changes.
+
+    Args:
+        weights: Ids of the variables' handles.
+    """
+    return [
+        id(outside)
+        for outside, inside in graph.captures
+        if id(outside) in weights and any(op.type.startswith(_CHANGES) for op in inside.consumers())
+    ]
+
+
+class Tokens:
+    """A token for each device, which goes from call to call.
+
+    A call takes it before its first operation on the device's state and hands it on after the last.
+    It goes through two queues in turn, so that the call after the next cannot be the first to take
+    it.
+    """
+
+    def __init__(self) -> None:
+        # By devices: the ids of the handles that graphs have captured, and the queues in use.
+        self._captured: dict[str, tuple[int, ...]] = {}
+        self._queues: dict[str, tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]] = {}
+        # Graphs know them by their handles.
+        self._first_queues: list[tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]] = []
+
+    def chain(self, operations: dict[str, list[tf.Operation]]) -> None:
+        """Orders operations of a graph being traced after those of the previous call.
+
+        Args:
+            operations: As `state_operations` returns them.
+        """
+        for device, of_device in operations.items():
+            if device not in self._captured:
+                self._first_queues.append(_make_queues(device))
+                self._queues[device] = self._first_queues[-1]
+                self._captured[device] = tuple(id(q.queue_ref) for q in self._queues[device])
+            taken_from, given_to = self._first_queues[list(self._captured).index(device)]
+            with ops.device(host_of(device)), ops.control_dependencies(None):
+                token = taken_from.dequeue()
+                for op in of_device:
+                    op._add_control_input(token.op)
+                with ops.control_dependencies(of_device):
+                    given_to.enqueue(token)
+
+    def handles(self, turn: int) -> dict[int, tf.Tensor]:
+        """Queues of a call, by the ids of the captured handles that they replace.
+
+        Args:
+            turn: Number of the call, from 0; consecutive ones run at the same time.
+        """
+        return {
+            handle: self._queues[device][(i + turn) % 2].queue_ref
+            for device, handles in self._captured.items()
+            for i, handle in enumerate(handles)
+        }
+
+    def reset(self) -> None:
+        """Gives the tokens to the next call, which is to have number 0.
+
+        Calls that wait for a token end with an error.
+        """
+        for device, pair in self._queues.items():
+            for queue in pair:
+                queue.close(cancel_pending_enqueues=True)
+            self._queues[device] = _make_queues(device)
+
+
+def _make_queues(device: str) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
+    """Two queues, of which the first has the token."""
+    with tf.init_scope(), tf.device(host_of(device)):
+        pair = tuple(tf.queue.FIFOQueue(1, [tf.int32], [[]]) for _ in range(2))
+        pair[0].enqueue(0)
+    return pair
+
+
+def keep_results_where_they_are(graph: tf.Graph) -> None:
+    """Has operations that are still to be added run where their inputs are.
+
+    TensorFlow adds one for each result of a function, which would send it to the chief.
+    """
+
+    def device_of_inputs(op: tf.Operation) -> str:
+        return op.device or next((tensor.device for tensor in op.inputs if tensor.device), "")
+
+    graph._add_device_to_stack(device_of_inputs)
+
 
 # Batches that are under way at the same time.
 _DEPTH = 2
@@ -97,7 +215,7 @@ class _Gradients(Functions):
     ) -> None:
         super().__init__(engine, context, function, order, compiles=compiles)
         self.update: Update | None = None
-        self.tokens = devices.Tokens()
+        self.tokens = Tokens()
 
     def _run_in_step(self, step: PipelineStep, batch: Any) -> tuple[Any, list[Any]]:
         step.updates = []
@@ -114,15 +232,15 @@ class _Gradients(Functions):
     def _end_trace(self, graph: tf.Graph) -> None:
         variables = self.update.variables if self.update else ()
         weights = {id(v._value.handle): v.path for v in variables}
-        changed = devices.changed(graph, weights)
+        changed = changed_weights(graph, weights)
         if changed:
             raise ValueError(
                 'With `schedule="pipedream"`, trainable weights are changed by their optimizer '
                 'alone. Pass `schedule="gpipe"` to the strategy. Received: a train step that '
                 f"assigns {', '.join(weights[one] for one in changed)}"
             )
-        self.tokens.chain(devices.state_operations(graph, weights))
-        devices.keep_results_where_they_are(graph)
+        self.tokens.chain(state_operations(graph, weights))
+        keep_results_where_they_are(graph)
 
 
 class PipeDreamFunction:
@@ -137,7 +255,7 @@ class PipeDreamFunction:
     ) -> None:
         self._engine, self._context = engine, context
         self._model, self._progress = model, engine.strategy.progress
-        function = train_step.step_of(model) if divides else model.train_step
+        function = microbatches.step_of(model) if divides else model.train_step
         order = schedule.one_f_one_b if divides else None
         self._gradients = _Gradients(engine, context, function, order, model)
         self._feed = Feed(self._gradients.send)
@@ -262,7 +380,7 @@ class PipeDreamFunction:
         with PipelineStep(self._engine, self._context, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
-        devices.place(graph, before, self._context.stages)
+        traffic.place(graph, before, self._context.stages)
 
 
 def _on(device: str, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:

@@ -1,4 +1,4 @@
-"""Schedules: what each stage does for which micro-batch, and in which order.
+"""Schedules: order and times of what each stage does for which micro-batch.
 
 A schedule is a function of the numbers of stages and micro-batches. It returns a list for each
 stage, of pairs of a direction and the number of a micro-batch.

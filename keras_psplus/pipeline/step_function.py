@@ -14,16 +14,14 @@ import tensorflow as tf
 
 from keras_psplus.core.base import threads
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.pipeline import traffic
-from keras_psplus.pipeline.base import microbatches, schedule
-from keras_psplus.pipeline.graph import devices
+from keras_psplus.pipeline import microbatches, schedule, traffic
 from keras_psplus.pipeline.replicas import TraceAgain
-from keras_psplus.pipeline.step import train_step
-from keras_psplus.pipeline.step.traced_step import PipelineStep
+from keras_psplus.pipeline.traced_step import PipelineStep
 
 if TYPE_CHECKING:
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.pipeline.context import PipelineContext
+
 
 # Prefetching of batches to the stages that need them, during the previous step.
 
@@ -217,16 +215,16 @@ class Functions:
         encoded, transfers = [], step.over_pipelines.crossings
         if compressor is not None:
             encoded += traffic.compress_gradients(graph, transfers, compressor, scale)
-        between = devices.place(graph, before, context.stages)
+        between = traffic.place(graph, before, context.stages)
         moments = None
         if step.clock is not None:
-            moments = step.clock.moments(microbatches.operations(graph, results))
+            moments = step.clock.moments(traffic.operations(graph, results))
         if strategy.activation_compression is not None:
             encoded += traffic.compress_activations(
                 graph, step.activations, between, context.stages, strategy.activation_compression
             )
         self._used_on[key] = [
-            devices.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
+            traffic.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None
             for leaf in tree.flatten(given)
         ]
         self._end_trace(graph)
@@ -262,7 +260,7 @@ class PipelineTrainFunction:
         trains = model if self._is_training else None
         self._functions = Functions(engine, context, step_function, None, trains, model)
         if divides:
-            own, order = train_step.step_of(model), schedule.one_f_one_b
+            own, order = microbatches.step_of(model), schedule.one_f_one_b
             self._functions = Functions(engine, context, own, order, trains)
         self._feed = Feed(self._functions.send)
         self._doing = "training step" if self._is_training else "evaluation step"

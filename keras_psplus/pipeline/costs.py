@@ -22,6 +22,16 @@ from keras_psplus.keras_internals.keras_parts import (
     tree,
 )
 
+
+class Times(NamedTuple):
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
 # Size that a dimension which is not known counts as, but for the rows.
 _UNKNOWN_SIZE = 64
 _PLAIN = (type(None), bool, int, float, str)
