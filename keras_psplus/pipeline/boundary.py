@@ -170,7 +170,7 @@ def call(
             that other stages may need.
         backward: Function of no arguments that returns such a context, in which gradients are
             computed.
-        replay: `recompute.StageReplay`, if the function is called once more for its gradients.
+        replay: `StageReplay`, if the function is called once more for its gradients.
         compiled: The function, compiled by XLA, if it is to be called in its place.
     """
     outer = differentiable((args, kwargs))

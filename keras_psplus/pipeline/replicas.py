@@ -284,7 +284,7 @@ class PipelineSums:
     ) -> tuple[list[tf.Variable], Callable[[list[Any]], list[Any]]]:
         """Primaries of variables, and a function that maps gradients by them.
 
-        For `gradients.JoinedCalls`.
+        For `boundary.JoinedCalls`.
         """
         found = [self._copies.find(variable) for variable in variables]
         primaries = {}

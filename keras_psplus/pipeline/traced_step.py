@@ -234,7 +234,7 @@ class PipelineStep(ReplicaStep):
 
     The outermost layer that the step calls, the model as a rule, is called once for each
     micro-batch, and gets its outputs joined. Inside, each layer that is on a stage runs on that
-    stage's device. What is between layers is left to `devices.place`.
+    stage's device. What is between layers is left to `traffic.place`.
 
     Args:
         rows: Rows of the batch, where tensors do not tell; None if they do.

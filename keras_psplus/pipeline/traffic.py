@@ -14,7 +14,6 @@ from keras_psplus.core.batch.replica_step import Key, TensorTraffic, TrafficVari
 from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.pipeline.replicas import Copies, ReplicaTransfer
 from keras_psplus.pipeline.stages import Stages
-from keras_psplus.tf_internals import framework_ops
 from keras_psplus.tf_internals import framework_ops as ops
 
 # Operations that belong to no layer get a device: that of their largest input.
@@ -87,7 +86,7 @@ def _devices_of_captures(graph: tf.Graph) -> dict[int, str]:
     return {
         id(inside): outside.device
         for outside, inside in getattr(graph, "captures", ())
-        if inside.dtype == tf.resource and isinstance(outside, framework_ops.EagerTensor)
+        if inside.dtype == tf.resource and isinstance(outside, ops.EagerTensor)
     }
 
 
