@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.core.worker_state import WaitingValues, WorkerState
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.parameter_server.worker_function import is_of_worker, on_worker
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import (
     coordinator_context,

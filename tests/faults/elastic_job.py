@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.scheduling import membership
+from keras_psplus.parameter_server import membership
 from keras_psplus.tf_internals import context
 
 STEPS, ROWS, RATE = 60, 4, 0.001

@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "a mean of means",
         "logs of a synchronous step weigh all workers alike, whatever their rows",
-        "parameter_server/steps/logs.py",
+        "parameter_server/step_functions.py",
         "            means = parts @ changes\n",
         "            means = changes.mean(0)\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "changes added up",
         "rounds of LocalSGD on servers add up what workers have changed, and take no mean",
-        "parameter_server/local_sgd.py",
+        "parameter_server/worker_updates.py",
         "        scale = 1.0 / self._rounds.num_workers\n",
         "        scale = 1.0\n",
         ("parameter_server/test_updates.py",),
@@ -187,7 +187,7 @@ FAULTS = (
     Fault(
         "a worker's error swallowed",
         "an asynchronous step that fails on a worker is dropped, and training goes on",
-        "parameter_server/scheduling/queue.py",
+        "parameter_server/queue.py",
         "                closure.fail(error)\n                self.fail(error)\n",
         "                closure.fail(error)\n",
         ("parameter_server/test_recovery.py", "parameter_server/test_jobs.py"),
@@ -252,7 +252,7 @@ FAULTS = (
     Fault(
         "a stale copy of the weights",
         "steps that overlap go on from copies after the script has set weights",
-        "parameter_server/sync/sync_steps.py",
+        "parameter_server/sync_steps.py",
         "        return writes.count, self._context.extended.worker_states.losses\n",
         "        return 0, self._context.extended.worker_states.losses\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.tracing.worker_function import Trace
+from keras_psplus.parameter_server.worker_function import Trace
 from tests.hybrid import dynamic_cases as dynamic_job
 from tests.parameter_server.options import options
 from tests.support.cluster import reference, run

@@ -9,16 +9,10 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
-from keras_psplus.parameter_server.scheduling import membership
-from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import (
-    Clocks,
-    Closure,
-    ClosureQueue,
-    RemoteWorker,
-)
-from keras_psplus.parameter_server.scheduling.scheduler import Lane
-from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server import membership, worker_function
+from keras_psplus.parameter_server.membership import Members, Reconnection
+from keras_psplus.parameter_server.queue import Clocks, Closure, ClosureQueue, RemoteWorker
+from keras_psplus.parameter_server.scheduler import Lane
 from tests.support.tables import for_each
 
 SECONDS = 20
@@ -260,7 +254,7 @@ def test_tensorflow_is_not_connected_to_a_worker_that_has_died(updates, silent):
     silent.add(2)
     with pytest.raises(tf.errors.UnavailableError, match="task:2 does not respond") as raised:
         members.connect(set())
-    assert remote.is_worker_loss(raised.value) and members.absent == {1, 2}
+    assert worker_function.is_worker_loss(raised.value) and members.absent == {1, 2}
     assert not updates.present
 
 
@@ -314,20 +308,24 @@ def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
     text = f"Assigned device '/job:{job}/replica:0/task:0/device:CPU:0' does not match any device"
     known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
     error = tf.errors.InternalError(None, None, f"{text}. Here are {known}")
-    assert remote.is_of_worker(error) == remote.is_worker_loss(error) == (job == "worker")
+    assert (
+        worker_function.is_of_worker(error)
+        == worker_function.is_worker_loss(error)
+        == (job == "worker")
+    )
 
 
 def test_a_worker_that_is_being_taken_in_is_not_there_yet():
     text = "Client for target /job:worker/replica:0/task:1 not found. [Op:VarIsInitializedOp]"
     error = tf.errors.InvalidArgumentError(None, None, text)
-    assert remote.is_of_worker(error) and not remote.is_server_loss(error)
+    assert worker_function.is_of_worker(error) and not worker_function.is_server_loss(error)
 
 
 @for_each("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
     error = tf.errors.InvalidArgumentError(None, None, f"{text} [Op:__inference_step_376]")
-    assert not remote.is_worker_loss(error)
-    found = remote.as_loss(error, "/job:worker/replica:0/task:1")
-    assert remote.is_worker_loss(found) == is_lost
+    assert not worker_function.is_worker_loss(error)
+    found = worker_function.as_loss(error, "/job:worker/replica:0/task:1")
+    assert worker_function.is_worker_loss(found) == is_lost
     assert is_lost or found is error

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
-from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+from keras_psplus.parameter_server.scheduler import Scheduler
 from tests.parameter_server.options import options
 from tests.support.cluster import run
 from tests.support.tiers import extended

@@ -16,8 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import (
+from keras_psplus.parameter_server.data import Ticket, WorkerIterator
+from keras_psplus.parameter_server.membership import Members, Reconnection
+from keras_psplus.parameter_server.queue import (
     Clocks,
     Closure,
     ClosureQueue,
@@ -25,8 +26,7 @@ from keras_psplus.parameter_server.scheduling.queue import (
     Run,
     WorkerCalls,
 )
-from keras_psplus.parameter_server.tracing.remote import is_worker_loss
-from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
+from keras_psplus.parameter_server.worker_function import is_worker_loss
 
 _LOOK_FOR_ERRORS_SECONDS = 0.5
 _LOOK_FOR_WORKERS_SECONDS = 5.0

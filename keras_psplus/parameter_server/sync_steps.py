@@ -24,21 +24,25 @@ from keras_psplus.core.base.optimizers import scalar_tensor
 from keras_psplus.core.batch import batches as core_batches
 from keras_psplus.log import logger, warn_once
 from keras_psplus.parameter_server.context import Attempt, StepContext
-from keras_psplus.parameter_server.scheduling.queue import Closure, Run, WorkerCalls
-from keras_psplus.parameter_server.steps.logs import changes_and_logs
-from keras_psplus.parameter_server.steps.runner import StepRunner, describe
-from keras_psplus.parameter_server.sync.overlap import SyncFunction
-from keras_psplus.parameter_server.sync.sync_functions import SyncFunctions
-from keras_psplus.parameter_server.tracing.remote import call, is_of_worker, on_worker, to_chief
-from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
-from keras_psplus.parameter_server.tracing.worker_function import writes
-from keras_psplus.parameter_server.worker_data import Ticket
+from keras_psplus.parameter_server.data import Ticket
+from keras_psplus.parameter_server.queue import Closure, Run, WorkerCalls
+from keras_psplus.parameter_server.runner import StepRunner, describe
+from keras_psplus.parameter_server.step_functions import changes_and_logs
+from keras_psplus.parameter_server.sync_functions import SyncFunction, SyncFunctions
+from keras_psplus.parameter_server.traffic import TrafficTotals
+from keras_psplus.parameter_server.worker_function import (
+    call,
+    is_of_worker,
+    on_worker,
+    to_chief,
+    writes,
+)
 
 # Updates of steps, with a window of one step, or of two that overlap.
 #
 #     window 1   | gradients of all workers | update |
 #     window 2   | gradients of all workers |
-#                |        update, and workers' reads of it |    `sync.overlap` has its steps
+#                |        update, and workers' reads of it |    `Overlap` has its steps
 #
 # The update is the same. With a window of two it starts before the gradients if workers have copies
 # of what the last one made, keeps what it overwrites, and ends with new copies.

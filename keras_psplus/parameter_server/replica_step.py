@@ -18,7 +18,7 @@ from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.engine import Engine
-from keras_psplus.parameter_server.transport.pulls import parts_of
+from keras_psplus.parameter_server.pulls import parts_of
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.core.graph.stand_ins import Gradient
-from keras_psplus.parameter_server.tracing import traffic
-from keras_psplus.parameter_server.tracing.worker_function import current_trace
-from keras_psplus.parameter_server.transport.pulls import as_read
-from keras_psplus.parameter_server.transport.sharded import ShardParts
+from keras_psplus.parameter_server import traffic
+from keras_psplus.parameter_server.pulls import ShardParts, as_read
+from keras_psplus.parameter_server.worker_function import current_trace
 from keras_psplus.tables.chunks import as_it_is, traced
 from keras_psplus.tables.keys import owners_of
 from keras_psplus.tables.local import LocalTable, outside

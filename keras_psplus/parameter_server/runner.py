@@ -1,4 +1,4 @@
-"""`fit` and `evaluate`: a model's steps go to the workers, and their results add up."""
+"""`fit`, `evaluate` and `predict`: a model's steps go to the workers, and their results add up."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import scalar_tensor
+from keras_psplus.keras_internals.keras_parts import tf_trainer, tree
 from keras_psplus.log import logger, warn_once
-from keras_psplus.parameter_server import modes
+from keras_psplus.parameter_server import worker_function
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.scheduling.queue import Closure, Run, WorkerCalls
-from keras_psplus.parameter_server.steps.logs import (
+from keras_psplus.parameter_server.data import Ticket, WorkerIterator
+from keras_psplus.parameter_server.dynamic_table import PlacedTable
+from keras_psplus.parameter_server.extended import report, warn_of_whole_tensors
+from keras_psplus.parameter_server.queue import Closure, Run, WorkerCalls
+from keras_psplus.parameter_server.step_functions import (
     ClosureTotals,
     ComputedLogs,
-    are_same,
-    changes_and_logs,
-    results_of,
-)
-from keras_psplus.parameter_server.steps.step_functions import (
     StepFunctions,
     TracedStep,
+    are_same,
+    changes_and_logs,
+    compiled_step,
     next_batches,
+    results_of,
     spec_of_tensors,
+    tensors,
     weights,
 )
-from keras_psplus.parameter_server.tracing import remote
-from keras_psplus.parameter_server.tracing.worker_function import Batches, ClosureVariable, first_of
-from keras_psplus.parameter_server.transport.dynamic_table import PlacedTable
-from keras_psplus.parameter_server.worker_data import Ticket, WorkerIterator
+from keras_psplus.parameter_server.worker_function import Batches, ClosureVariable, Trace, first_of
 from keras_psplus.tables.chunks import traced
 from keras_psplus.tables.local import outside
 from keras_psplus.tables.row_variable import is_keyed
+from keras_psplus.tf_internals import tensor_conversion_registry
 
 # Updates of dynamic tables by what workers' runs have left on the parameter servers.
 
@@ -69,8 +71,8 @@ class RowUpdates:
 
     def take(self, number: int) -> None:
         """Updates rows by what a run has left."""
-        with tf.device(remote.CHIEF):
-            remote.call(self._take, scalar_tensor(number, tf.int64))
+        with tf.device(worker_function.CHIEF):
+            worker_function.call(self._take, scalar_tensor(number, tf.int64))
 
     def forget_rest(self) -> None:
         """Forgets what lost runs have left, once no step is under way."""
@@ -227,8 +229,8 @@ class StepRunner:
         context = self._context
         if self._is_training and not self._is_reported and context.extended._num_ps > 1:
             due = context.extended.placement.weights
-            logger.info("%s", modes.report(context.server_addresses(), due, self._model))
-            modes.warn_of_whole_tensors(self._model)
+            logger.info("%s", report(context.server_addresses(), due, self._model))
+            warn_of_whole_tensors(self._model)
         self._is_reported = True
 
     def begin_training(self) -> None:
@@ -400,3 +402,80 @@ def describe(batches: Batches, first: int) -> str:
     leaves = [leaf for leaf in tf.nest.flatten(first_of(batches)) if isinstance(leaf, tf.Tensor)]
     tensors = ", ".join(f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves)
     return f"{numbers} (counted from 0), of {tensors}"
+
+
+class PredictFunction:
+    """A predict function whose steps run on the workers; their outputs are waited for later."""
+
+    def __init__(self, context: StepContext, model: keras.Model) -> None:
+        compiled = compiled_step(context.engine, model, model.predict_step)
+        step = model._autoconvert_optionals(compiled)
+        self._functions = StepFunctions(context, step, _concatenated, lambda: weights(model))
+        self._context, self._sent = context, 0
+        self._totals: ClosureTotals | None = None
+        context.functions.add(self)
+
+    def __call__(self, batches: Any) -> Any:
+        batches = [tensors(batch) for batch in batches]
+        function, payload = self._functions(batches)
+        if self._totals is None or not are_same(self._totals.variables, function.variables):
+            self.drain()
+            self._totals = ClosureTotals(function.variables)
+        result = self._context.scheduler.submit(
+            function.concrete,
+            (tf.constant(self._totals.next), payload),
+            lambda result, _: function.add_costs(result[0], self._context.totals),
+            f"predict(), {describe(batches, self._sent)}",
+        )
+        self._sent += len(batches)
+        self._totals.steps += len(batches)
+        if self._totals.has_seeds and self._totals.draws is None:
+            self._totals.note_draws(function.split(result.get()[0])[0], len(batches))
+        outputs = function.concrete.structured_outputs[1]
+        if any(not isinstance(output, tf.Tensor) for output in tf.nest.flatten(outputs)):
+            return result.get()[1]
+        places = tf.nest.pack_sequence_as(outputs, range(len(tf.nest.flatten(outputs))))
+        return tree.map_structure(lambda place: _Awaited(result, place), places)
+
+    def drain(self) -> None:
+        """Leaves seeds where they would be after as many steps here."""
+        if self._totals is not None and self._totals.has_seeds:
+            self._totals.write()
+        self._sent, self._totals = 0, None
+
+
+def _concatenated(trace: Trace, outputs: list[Any]) -> tuple[tf.Tensor, Any, Any]:
+    result = outputs[0]
+    if len(outputs) > 1:
+        result = tree.map_structure(lambda *parts: tf_trainer.concat(list(parts)), *outputs)
+    return trace.changes(), result, ()
+
+
+class _Awaited:
+    """Lazy output of a predict step; readers see a tensor."""
+
+    def __init__(self, result: Closure, place: int) -> None:
+        self._result, self._place = result, place
+
+    def _tensor(self) -> Any:
+        return tf.nest.flatten(self._result.get()[1])[self._place]
+
+    def numpy(self) -> Any:
+        return self._tensor().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._tensor()[key]
+
+    def __len__(self) -> int:
+        return len(self._tensor())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor(), name)
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    _Awaited, lambda value, dtype=None, name=None, as_ref=False: value._tensor()
+)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.tracing import remote
-from keras_psplus.parameter_server.tracing.remote import is_server_loss
-from keras_psplus.parameter_server.worker_data import Ticket
+from keras_psplus.parameter_server import worker_function
+from keras_psplus.parameter_server.data import Ticket
+from keras_psplus.parameter_server.worker_function import is_server_loss
 from keras_psplus.tf_internals import cancellation, context, coordinator_context, executor
 
 # Clocks of workers: steps given and done, and choice of the next worker.
@@ -166,7 +166,7 @@ class WorkerCalls:
             context.executor_scope(self._executor),
             coordinator_context.with_dispatch_context(self.worker),
         ):
-            flat = iter(remote.call(concrete, *args, cancellation=self.cancellation))
+            flat = iter(worker_function.call(concrete, *args, cancellation=self.cancellation))
         return tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(flat),
             concrete.structured_outputs,
@@ -230,16 +230,16 @@ class Closure:
         try:
             if self.ticket is not None:
                 self._args = (*self._args[:-1], self.ticket.payload_on(worker.index))
-            with remote.with_stacks(self._concrete):
+            with worker_function.with_stacks(self._concrete):
                 values = self.run_on(calls)
                 # Now, as the worker may be lost later.
                 values = tf.nest.map_structure(_fetched, values, expand_composites=True)
                 self.commit()
         except tf.errors.OpError as raised:
-            error = remote.as_loss(raised, worker.device_name)
-            if not remote.is_of_step(error):
+            error = worker_function.as_loss(raised, worker.device_name)
+            if not worker_function.is_of_step(error):
                 raise error from None
-            raise remote.translate_error(error, worker.name, self.about) from None
+            raise worker_function.translate_error(error, worker.name, self.about) from None
         self._on_done(values, Run(worker.index, began, time.time()))
         self._end(values, None)
 
@@ -279,7 +279,7 @@ class Closure:
 
 
 def _fetched(leaf: Any) -> Any:
-    return remote.to_chief(leaf) if isinstance(leaf, tf.Tensor) else leaf
+    return worker_function.to_chief(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
 # Steps that may fail because a parameter server did not answer, before it counts as lost.

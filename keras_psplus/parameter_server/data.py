@@ -19,9 +19,14 @@ import tensorflow as tf
 
 from keras_psplus.datasets.shuffle_seeds import serialize
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.tracing import remote
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker, to_chief
-from keras_psplus.parameter_server.tracing.worker_function import Batches, JoinedBatches
+from keras_psplus.parameter_server import worker_function
+from keras_psplus.parameter_server.worker_function import (
+    Batches,
+    JoinedBatches,
+    is_of_worker,
+    on_worker,
+    to_chief,
+)
 from keras_psplus.tf_internals import data_distribute as distribute
 from keras_psplus.tf_internals import data_structure as structure
 from keras_psplus.tf_internals import dataset_ops
@@ -459,9 +464,9 @@ class _ShareReader:
             self._queue.changed.wait(RETRY_SECONDS)
 
     def _translated(self, error: BaseException) -> BaseException:
-        if not remote.is_of_step(error):
+        if not worker_function.is_of_step(error):
             return error
-        return remote.translate_error(
+        return worker_function.translate_error(
             error, f"worker-{self._home}", f"data, batch {self._position} of the worker's share"
         )
 
