@@ -31,9 +31,8 @@ from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid import calls
 from keras_psplus.hybrid.calls import RowKey, with_key_check
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.hybrid.server.shard import Method, TableShard
+from keras_psplus.hybrid.server.shard import DynamicShard, Method, TableShard
 from keras_psplus.hybrid.servers import ControlLink, Tickets
 from keras_psplus.tables.row_optimizer import check_elementwise
 
