@@ -38,14 +38,11 @@ _LATE = {"error": "This request has had its answer. Received: a request that com
 
 
 class TicketBook:
-    """A client's side: numbers its requests."""
-
     def __init__(self) -> None:
         self._client, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._last, self._open, self._lock = 0, set[int](), threading.Lock()
 
     def open(self) -> int:
-        """The number of a new request."""
         with self._lock:
             self._last = next(self._numbers)
             self._open.add(self._last)
@@ -70,14 +67,9 @@ class Tickets:
         self._lock = threading.Lock()
 
     def take(self, client: str, number: int, read: int) -> bool:
-        """Notes a request.
+        """Notes a request; returns whether it has not come before.
 
-        Args:
-            client: What tells its client from others.
-            read: The number up to which the client has all answers.
-
-        Returns:
-            Whether it has not come before.
+        The client has all answers up to the number `read`.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())
@@ -88,7 +80,6 @@ class Tickets:
             return is_new
 
     def put(self, client: str, number: int, answer: dict[str, Any]) -> None:
-        """Keeps an answer until the client has it."""
         with self._lock:
             known = self._clients[client]
             if number in known.answers:  # Otherwise it is not waited for any more.
@@ -131,8 +122,6 @@ _ANOTHER_PROCESS = (
 
 
 class ControlLink:
-    """Requests that are not part of training steps."""
-
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         self.name, self.address = name, address
         self._timeout, self._tls = timeout, Tls.from_env()
@@ -142,7 +131,6 @@ class ControlLink:
 
     @property
     def nonce(self) -> str | None:
-        """Nonce of the server's process, once it is known."""
         return self._session.process
 
     @nonce.setter
@@ -150,11 +138,7 @@ class ControlLink:
         self._session.process = nonce
 
     def request(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Sends a request and returns the answer, a dict.
-
-        Raises:
-            TableServerError: If it is refused, or there is no answer in time.
-        """
+        """Sends a request; returns the answer, or raises TableServerError."""
         return self.begin(what, **arguments)()
 
     def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
@@ -246,9 +230,8 @@ _POLL_SECONDS = 0.2
 class Servers:
     """The parameter servers of a job.
 
-    Args:
-        patience: Seconds for which a server that cannot be reached is called again.
-        recovers: Whether a server that is started again is given what the one before had.
+    One that cannot be reached is called again for `patience` seconds; with `recovers`, one that is
+    started again is given what the one before had.
     """
 
     def __init__(
@@ -289,11 +272,9 @@ class Servers:
         ]
 
     def greet(self, agreed: str, replicas: int, timeout: float) -> None:
-        """Says hello to all servers, and that it shuts down when this process ends well.
+        """Says hello to all servers, and goodbye when this process ends well.
 
-        Args:
-            agreed: Text that has to be equal in all processes of the job.
-            replicas: Number of replicas, as well.
+        The text `agreed`, and the number of replicas, have to be equal in all processes of the job.
         """
         self._startup_timeout = timeout
         own = {"worker": self._task.name, "process": own_id()}
@@ -309,7 +290,6 @@ class Servers:
             atexit.register(self._at_exit)
 
     def _greet(self, index: int, deadline: float) -> dict[str, Any]:
-        """Says hello to a server that begins with the job; returns its answer."""
         name, address = self._peers[index]
         while True:
             # Before it is called: a client whose call has failed waits longer each time.
@@ -342,7 +322,6 @@ class Servers:
             time.sleep(_POLL_SECONDS)
 
     def at_good_end(self, function: Callable[[], None]) -> None:
-        """Has a function called before this process, the chief's, ends well."""
         self._at_good_end.append(function)
 
     def make(self, what: str, **arguments: Any) -> None:
@@ -351,7 +330,6 @@ class Servers:
         self._made.append((what, arguments))
 
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Asks all servers for something, and waits until all of them have done it."""
         answers, errors, waits = [], [], []
         for link in self._control:
             try:
@@ -369,7 +347,6 @@ class Servers:
 
     @property
     def peers(self) -> list[tuple[str, str]]:
-        """Pairs of names and addresses of all servers."""
         return list(self._peers)
 
     def find_restarted(self, index: int) -> ControlLink | None:
@@ -384,11 +361,7 @@ class Servers:
         return link
 
     def recover(self, index: int, link: ControlLink, load: dict[str, Any]) -> None:
-        """Gives a server that was started again what the one before had.
-
-        Args:
-            load: From where it loads its rows: arguments of the request `"load"`.
-        """
+        """Gives a server in another's place what that had, and rows to `load`."""
         assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
         link.request(
             "recover",
@@ -401,7 +374,6 @@ class Servers:
         self._control[index] = link
 
     def pushes(self) -> list[list[int]]:
-        """Number of pushes of each replica to each shard: a list of lists."""
         found = []
         for index, peer in enumerate(self._peers):
             # From another thread than the one that trains.
@@ -423,7 +395,6 @@ class Servers:
         return False
 
     def count_assignment(self, key: int, slot: int) -> None:
-        """Says that all of a table, or of a slot of it, has been set."""
         self._assigned[key, slot] += 1
         self._control[0].request("assigned", key=key, slot=slot)
 
@@ -431,11 +402,7 @@ class Servers:
         return self._control[0].request("assignments", key=key, slot=slot)["count"]
 
     def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:
-        """Waits until that has been said a number of times.
-
-        Raises:
-            TableServerError: If it is not, for longer than the chief may take to start.
-        """
+        """Waits, for as long as a start, until that has been said so often."""
         deadline = time.monotonic() + self._startup_timeout
         while self.assignments(key, slot) < count:
             if time.monotonic() >= deadline:
@@ -459,12 +426,7 @@ class Servers:
 
 
 class StallProbe(all_reduce_stalls.StallProbe):
-    """Probe of `stalls.Inspector` on a worker.
-
-    Args:
-        is_sync: Whether servers apply a step's gradients of all workers at once.
-        servers: Function that returns the `Servers`, which are there before the first step.
-    """
+    """Probe of `stalls.Inspector` on a worker."""
 
     def __init__(
         self,

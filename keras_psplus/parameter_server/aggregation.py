@@ -34,10 +34,7 @@ from keras_psplus.parameter_server.worker_function import writing_states
 
 
 class _Piece(NamedTuple):
-    """A gradient, or a shard's part of it, and what is sent for it.
-
-    `decode` makes the gradient, of `logical` bytes, of what has arrived.
-    """
+    """A gradient, or a shard's part of it, `sent` so that `decode` makes it there."""
 
     device: str
     logical: int | tf.Tensor
@@ -46,8 +43,6 @@ class _Piece(NamedTuple):
 
 
 class _Encoding(NamedTuple):
-    """Method of encoding a gradient: compressor, name of its state, step."""
-
     compressor: Compressor | None
     name: str
     step: Callable[[], tf.Tensor]
@@ -58,8 +53,6 @@ _Push: TypeAlias = tuple[tf.Variable, Any, list[_Piece] | None]
 
 
 class Pushes:
-    """Sends the gradients of a strategy's workers."""
-
     def __init__(self, compressors: Compressors, states: WorkerStates) -> None:
         self._compressors, self._states = compressors, states
         self._known = weakref.WeakKeyDictionary[keras.optimizers.Optimizer, dict[str, list[str]]]()
@@ -73,17 +66,11 @@ class Pushes:
         compressed: bool = True,
         in_turn: bool = False,
     ) -> list[tuple[Gradient | ShardParts | None, tf.Variable]]:
-        """Sends gradients to their variables' servers.
+        """Sends gradients to their variables' servers; returns pairs of those and variables.
 
-        Args:
-            gradients: List of tensors, `tf.IndexedSlices` or None, on the worker.
-            step: Function that returns the number of the step, an int64 scalar.
-            owner: Object that residuals belong to: the optimizer.
-            in_turn: Whether large ones are sent one after the other: the first are there early.
-
-        Returns:
-            List of pairs of a gradient, on its variable's server, and the variable. Those that are
-            not sent at all are missing.
+        What is not sent at all is missing. `step` returns the step's number; residuals belong to
+        `owner`; with `in_turn`, large ones go one after the other, so that the first are there
+        early.
         """
         names = [self._name(owner, variable) for variable in variables]
         # The worker's own reading on both sides: other workers go on meanwhile.
@@ -227,8 +214,8 @@ _set_step = tf.raw_ops.ResourceAccumulatorSetGlobalStep
 class GradientSum(NamedTuple):
     """A gradient, or a shard's part of one, that is being added up.
 
-    Its name is that of the resource on the server of its target, a variable or shard. With
-    `has_rows` it consists of `tf.IndexedSlices`, of which `join` makes those of the whole batch.
+    `name` is that of the resource on the server of `target`. With `has_rows` it consists of
+    `tf.IndexedSlices`, of which `join` makes those of the whole batch.
     """
 
     name: str
@@ -240,7 +227,6 @@ class GradientSum(NamedTuple):
 
     @property
     def wide(self) -> tf.DType:
-        """The type in which it is added up."""
         return tf.float64 if self.dtype == tf.float64 else tf.float32
 
     @property
@@ -377,15 +363,10 @@ def add(
 ) -> list[Sequence[GradientSum] | None]:
     """Adds gradients that have been brought to their variables' servers.
 
-    Args:
-        pairs: List of pairs of a gradient, or a sharded variable's `ShardParts`, or None, and a
-            variable.
-        stamp: Int64 scalar, the number of the attempt.
-        after: Function of a variable or shard: operations that its gradient is added after.
-        joins: By ids of variables, `duplicate_rows.whole_of` their gradients.
-
-    Returns:
-        For each pair a list of one `GradientSum`, the `ShardParts` of a sharded variable, or None.
+    Returns, for each pair of a gradient and a variable, a list of one `GradientSum`, or the
+    `ShardParts` of a sharded variable, or None. `after` gives the operations that a target's
+    gradient is added after; `joins` has, by ids of variables, `duplicate_rows.whole_of` their
+    gradients.
     """
     sums: list[Sequence[GradientSum] | None] = []
     for gradient, variable in pairs:
@@ -434,7 +415,6 @@ def take(
 
 
 def each(sums: Iterable[Sequence[GradientSum] | None]) -> Iterator[GradientSum]:
-    """The single sums that `add` has returned, one for each variable or shard."""
     for of_shards in sums:
         yield from of_shards or ()
 
@@ -465,7 +445,6 @@ def constrain(
 def apply_and_constrain(
     strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable], apply: Callable[[], Any]
 ) -> None:
-    """Has Keras apply gradients, and variables satisfy their constraints on their servers."""
     constraints = [(v, v.constraint) for v in variables if v.constraint is not None]
     for variable, _ in constraints:
         variable.constraint = None
@@ -482,7 +461,6 @@ def average(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> None:
-    """Updates the moving averages of weights, on their servers."""
     not_first_step = ops.not_equal(optimizer.iterations, 0)
     for variable, average in zip(variables, optimizer._model_variables_moving_average):
         if average is not None:
@@ -502,8 +480,6 @@ def _run_on_server(
     update: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Runs an update on the server, or servers, that a variable lies on."""
-
     def merged(distribution: tf.distribute.Strategy) -> None:
         distribution.extended.update(variable._value, lambda _: update(*args), group=False)
 
@@ -514,10 +490,7 @@ def clip(
     optimizer: keras.optimizers.Optimizer,
     grads: Sequence[tf.Tensor | tf.IndexedSlices | ShardParts | None],
 ) -> list[tf.Tensor | tf.IndexedSlices | ShardParts | None]:
-    """Clips the sums of a global step on their servers, as the optimizer's arguments say.
-
-    Elsewhere, each would cross the network twice more.
-    """
+    """Clips the sums of a global step on their servers: elsewhere, each crosses twice more."""
     by_norm = optimizer.clipnorm and optimizer.clipnorm > 0
     if not by_norm and optimizer.global_clipnorm and optimizer.global_clipnorm > 0:
         norm, limit = _norm(grads), optimizer.global_clipnorm

@@ -1,4 +1,4 @@
-"""The objects of a strategy that its steps are made with, and times of steps by task."""
+"""The objects that a strategy's steps are made with, and their times."""
 
 from __future__ import annotations
 
@@ -45,8 +45,6 @@ _CHIEF = task_name("chief", 0)
 
 
 class WorkerTimes:
-    """Seconds of training steps by task, added up on the chief for its progress."""
-
     def __init__(self, progress: Progress) -> None:
         self._lock = threading.Lock()
         self._times: dict[str, StepTimes] = {}
@@ -73,10 +71,7 @@ class WorkerTimes:
     def note_run(
         self, run: Run, costs: CallCosts, steps: int, function: object, is_open: bool = False
     ) -> None:
-        """Adds a run of a worker; its first one of a function does not count.
-
-        With `is_open`, `end_step` is called once the step is over for all workers.
-        """
+        """Adds a run of a worker, if not its first; with `is_open`, `end_step` follows."""
         name = task_name("worker", run.worker)
         with self._lock:
             if (key := (run.worker, id(function))) not in self._begun:
@@ -104,7 +99,6 @@ class WorkerTimes:
                 self._close(name, computed)
 
     def note_read(self, worker: int, seconds: float) -> None:
-        """Adds seconds in which a worker has read batches beside its steps."""
         with self._lock:
             self._add(task_name("worker", worker), StepTimes(reads=seconds))
 
@@ -131,7 +125,6 @@ class WorkerTimes:
         self._times[name] = self._times.get(name, StepTimes()).plus(times)
 
     def _close(self, name: str, over: float = 0.0) -> None:
-        """Records a run, once nothing of its step follows."""
         recorder, found = self._recorder, self._open.pop(name, None)
         if recorder is None or found is None or not recorder.wants(name):
             return
@@ -180,12 +173,7 @@ def _spans(
 
 
 class Mode(NamedTuple):
-    """The checked arguments.
-
-    Attributes:
-        backup_workers: How many workers' gradients a step does without.
-        max_staleness: How many steps a worker may be ahead of the slowest one, or None.
-    """
+    """The checked arguments; a step does without the gradients of `backup_workers`."""
 
     is_sync: bool
     backup_workers: int
@@ -201,7 +189,6 @@ class Mode(NamedTuple):
         return 3 if overlaps and not self.is_sync else 1
 
     def check_workers(self, num_workers: int) -> None:
-        """Raises ValueError if there are not more workers than backup workers."""
         if self.backup_workers >= num_workers:
             raise ValueError(
                 "`backup_workers` must be an integer from 0 to one less than the number of "
@@ -236,7 +223,6 @@ class Attempt:
             return True
 
     def finish(self, share: int, result: Any) -> None:
-        """Notes that a share's gradient has been added, and what it has brought back."""
         with self._lock:
             self.results[share] = result
 
@@ -249,9 +235,8 @@ class Attempt:
 class StepAttempts:
     """The global steps of a strategy.
 
-    Attributes:
-        failures: How many steps an error has ended before their update.
-        overlapped: How many steps have begun from copies that came during the step before.
+    `failures` counts those that an error has ended before their update, `overlapped` those that
+    have begun from copies that came during the step before.
     """
 
     def __init__(self, backup_workers: int) -> None:
@@ -266,7 +251,6 @@ class StepAttempts:
         return Attempt(next(self._stamps), wanted)
 
     def count(self, attempt: Attempt, shares: int) -> None:
-        """Counts the gradients, of so many shares, that a step has done without."""
         self._steps += 1
         self._dropped.update(share for share in range(shares) if share not in attempt.results)
 
@@ -307,10 +291,7 @@ _CHANGE = 2.0
 
 
 class OverlapChoice:
-    """Whether steps overlap at present, `is_on`.
-
-    The argument says so, or is None if measured steps are to show it.
-    """
+    """Whether steps overlap at present, `is_on`, by the argument or by measured steps."""
 
     def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
         self.is_on = bool(argument)
@@ -327,8 +308,7 @@ class OverlapChoice:
     def note(self, seconds: float | None) -> None:
         """Notes how long a step took; None if a worker was missing from it.
 
-        Such a step never overlaps, and is longer for the others: what was measured before it does
-        not count.
+        Such a step never overlaps: what was measured before it does not count.
         """
         if not self._is_automatic:
             return
@@ -394,15 +374,8 @@ class OverlapChoice:
 class StepContext:
     """The objects that steps are made with; parts take this instead of the strategy.
 
-    Attributes:
-        extended: The strategy's implementation half: variables, compressors, the workers' states.
-        mode: When workers wait for one another.
-        overlap: Whether a worker reads for its next training step before it has sent this one's.
-        attempts: The global steps of `mode="sync"`.
-        totals: Totals of the traffic counters, for `communication`.
-        updating: Gradients accumulated on workers, and the schedule of sending them.
-        steps_by_worker: Number of training steps of the present epoch by worker.
-        functions: Functions of models with a method `drain`, whose steps may be under way.
+    `functions` are those of models with a method `drain`, whose steps may be under way;
+    `steps_by_worker` is of the present epoch.
     """
 
     strategy: tf.distribute.Strategy
@@ -432,7 +405,6 @@ class StepContext:
     def push(
         self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]
     ) -> list[tuple[Any, Any]]:
-        """Sends the gradients of an optimizer to their servers, as `Pushes.send`."""
         # Sums begin to be applied with the first that are whole.
         in_turn = self.mode.is_sync and self.overlap.is_on
         return self.extended.pushes.send(

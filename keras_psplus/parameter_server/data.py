@@ -40,10 +40,7 @@ _FREE_SECONDS = 0.002
 
 
 class Ticket:
-    """Some batches of a share, in the memory of `home`, for a step of `worker`.
-
-    `seconds` is how long it took to read them.
-    """
+    """Batches of a share, in the memory of `home`, read in `seconds`, for `worker`."""
 
     def __init__(
         self,
@@ -78,8 +75,6 @@ def _payload(batches: Batches) -> Any:
 
 
 class TicketQueue:
-    """Batches that readers have ready, shared with the chief's thread."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.is_closed = False
@@ -98,7 +93,6 @@ class TicketQueue:
         free: Callable[[], list[int]],
         while_waiting: Callable[[], None],
     ) -> Ticket | None:
-        """Takes a reader's first ticket for a worker; see `WorkerIterator.take`."""
         while True:
             with self.changed:
                 # A worker reads the shares of those that are not there, too: the fullest first.
@@ -130,8 +124,6 @@ class TicketQueue:
 
 
 class WorkerReads:
-    """Reads of a dataset's batches, of which several may be joined if they fit."""
-
     def __init__(self, element_spec: Any, joins: bool) -> None:
         self._spec = element_spec
         self._types = structure.get_flat_tensor_types(element_spec)
@@ -224,13 +216,9 @@ _TICKETS_AHEAD = 4
 class WorkerDataset:
     """A dataset that is read on the workers; iterating over it makes a `WorkerIterator`.
 
-    Args:
-        datasets: List of pairs of a `tf.data.Dataset` of batches and the seed that its unseeded
-            shuffles get, one for each worker.
-        policy: `tf.data.experimental.AutoShardPolicy` by which each reads its share of one dataset,
-            FILE or DATA; None if each reads its own to its end.
-        element_spec: Type specification that the batches of all of them meet.
-        lost: Numbers of the workers that are not there, as they change.
+    `datasets` has, for each worker, a `tf.data.Dataset` and the seed of its unseeded shuffles. By
+    `policy`, FILE or DATA, each reads its share of one; if it is None, its own to its end. `lost`
+    are the workers that are not there, as they change.
     """
 
     def __init__(
@@ -253,7 +241,6 @@ class WorkerDataset:
         self._first_graphs: list[tuple[tf.Tensor, Any]] | None = self._graphs()
 
     def _graphs(self) -> list[tuple[tf.Tensor, Any]]:
-        """The graph of each worker's data for the next epoch, and what its elements are."""
         distinct = {(id(dataset), seed): (dataset, seed) for dataset, seed in self._datasets}
         graphs = {
             key: (serialize(dataset, seed, self._epoch), dataset.element_spec)
@@ -277,19 +264,14 @@ class WorkerDataset:
 
     @property
     def seed(self) -> int:
-        """Seed of unseeded shuffles."""
         return self._datasets[0][1]
 
     @property
     def position(self) -> dict[str, Any]:
-        """Position in the present epoch, for `begin_at`."""
         return {"pass": self._epoch, "taken": list(self._taken)}
 
     def begin_at(self, position: dict[str, Any]) -> None:
-        """Has the next pass be the one of a `position`, and begin there.
-
-        With another number of workers, each share begins after their average number of batches.
-        """
+        """Has the next pass be that of a `position`, scaled to other numbers of workers."""
         taken = position["taken"]
         if len(taken) != self._num_workers:
             taken = [sum(taken) // self._num_workers] * self._num_workers
@@ -300,7 +282,6 @@ class WorkerDataset:
         reads = self._reads_of(element_spec)
 
         def open_at(worker: int, position: int) -> Callable[[int], Batches]:
-            """Opens the share on a worker, that many batches from its beginning."""
             with on_worker(worker):
                 variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
                 share = self._cut(dataset_ops._VariantDataset(variant, element_spec), index)
@@ -330,11 +311,8 @@ class WorkerDataset:
 class WorkerIterator:
     """One pass over a dataset that the workers read.
 
-    Args:
-        shares: Functions `(worker, position)` that open a share of the data and return a function
-            that takes a number of batches from it.
-        taken: List of how many batches of each share come before; those taken are added.
-        lost: Numbers of the workers that are not there, as they change.
+    `shares` are functions `(worker, position)` that open a share; `taken` counts each one's
+    batches.
     """
 
     def __init__(
@@ -362,7 +340,6 @@ class WorkerIterator:
     ) -> Ticket | None:
         """Takes the next batches for a free worker; None at the end of the data.
 
-        They are of its share if that has some. The last ones of a share may be fewer than `count`.
         `free` returns the workers that may be given a step, the next one first. `while_waiting` is
         called while no batches come, and may raise.
         """
@@ -447,7 +424,6 @@ class _ShareReader:
             self._take_next = None
 
     def _following(self) -> int:
-        """Number of the next worker that is there."""
         others = ((self._home + 1 + i) % self._num_workers for i in range(self._num_workers))
         return next((worker for worker in others if worker not in self._lost), self._home)
 

@@ -30,12 +30,6 @@ _UPDATE = _LONG, _FLOAT, _FLOAT, _LONG
 
 
 class Servers(NamedTuple):
-    """The servers that share a table's keys.
-
-    Attributes:
-        settle: Function that waits for steps that are under way.
-    """
-
     devices: Sequence[str]
     prefix: str
     settle: Callable[[], object]
@@ -52,14 +46,10 @@ class ServerRows:
         self._functions: dict[str, Any] = {}
 
     def forget_optimizer(self) -> None:
-        """Has the next update be that of another optimizer."""
         self._functions.pop("update", None)
 
     def _call(self, name: str, function: Callable[..., Any], *args: tf.Tensor) -> tf.Tensor:
-        """Calls a function that the server executes once all of its arguments are there.
-
-        Beside an update, a key may have a row that is not written yet, or is another's.
-        """
+        """Calls a function that the server executes alone, once its arguments are there."""
         if name not in self._functions:
             specs = [tf.TensorSpec([None] * len(arg.shape), arg.dtype) for arg in args]
 
@@ -71,15 +61,12 @@ class ServerRows:
             return self._functions[name](*args)
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        """Rows of an int64 vector of keys."""
         name = "lookup in training" if trains else "lookup"
         return self._call(name, lambda keys: self._store.lookup(keys, trains), keys)
 
     def update(
         self, keys: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
     ) -> None:
-        """Updates the rows of an int64 vector of distinct keys, as `RowStore.apply`."""
-
         def update(
             keys: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
         ) -> tf.Tensor:
@@ -103,7 +90,6 @@ class ServerRows:
             )
 
     def take(self, number: tf.Tensor) -> None:
-        """Makes an update that is kept."""
         shapes: list[list[int | None]] = [[None], [None, self.shape[1]], [None], []]
         with tf.device(self.device):
             kept = tf.raw_ops.MapUnstage(
@@ -112,17 +98,12 @@ class ServerRows:
             self.update(*(tf.ensure_shape(one, shape) for one, shape in zip(kept, shapes)))
 
     def clear(self) -> None:
-        """Forgets the updates that are kept."""
         with tf.device(self.device):
             tf.raw_ops.MapClear(dtypes=_UPDATE, shared_name=self._name)
 
 
 class PlacedTable(LocalTable):
-    """Value of a `KeyedVariable` whose rows lie on parameter servers.
-
-    Args:
-        servers: `Servers` of it; those of the table, for a slot.
-    """
+    """Value of a `KeyedVariable` whose rows lie on parameter servers."""
 
     def __init__(
         self,
@@ -182,7 +163,6 @@ class PlacedTable(LocalTable):
             shard.update(part.indices, tf.cast(part.values, _FLOAT), numbers, iterations)
 
     def keep(self, optimizer: Any, gradient: Any) -> None:
-        """Keeps a gradient on the servers, until the chief updates rows by it."""
         trace = current_trace()
         # A step that is traced to make its variables runs nowhere.
         if trace is not None:

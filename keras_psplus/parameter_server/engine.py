@@ -81,11 +81,8 @@ def on_workers(
 ) -> WorkerDataset | None:
     """Makes a dataset that the workers read; None if the chief reads the data.
 
-    Args:
-        keeps_order: Whether results are wanted in the order of the data.
-        of_workers: List of pairs of a `tf.data.Dataset` and its seed, one for each worker, if the
-            script gave a function that makes them; the adapter has all of them then. Else None.
-        seed_for: Function of the seed that new data would get, which returns the one to use.
+    `of_workers` are a dataset and a seed for each worker, if the script's function has made them.
+    `seed_for` returns the seed to use instead of the one that new data would get.
     """
     if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
         _say_that_the_chief_reads(context, adapter)
@@ -151,12 +148,8 @@ def take_apart(
 ) -> list[tuple[tf.data.Dataset, int]] | None:
     """Puts a `tf.data.Dataset` in the place of a distributed one among arguments.
 
-    Returns:
-        List of pairs of a `tf.data.Dataset` and a seed of its unseeded shuffles, one for each
-        worker, if a function has made them, else None.
-
-    Raises:
-        ValueError: If the function returns something else, or it was distributed by other means.
+    Returns a dataset and a seed of its unseeded shuffles for each worker, if a function has made
+    them, else None.
     """
     x = arguments.get("x")
     if not isinstance(x, tf.distribute.DistributedDataset):
@@ -193,8 +186,6 @@ def take_apart(
 
 
 class _InputContext(tf.distribute.InputContext):
-    """Notes whether the function asks which worker its data are for."""
-
     is_asked = False
 
     @property
@@ -219,7 +210,6 @@ def _made_for(function: Callable[..., Any], context: tf.distribute.InputContext)
 def make_runner(
     model: keras.Model, context: StepContext, step_function: Callable[..., Any], is_training: bool
 ) -> StepRunner:
-    """A train or test function whose steps run on the workers."""
     compiled = compiled_step(context.engine, model, step_function)
     step = _knowing_rows(model._autoconvert_optionals(compiled))
     if is_training:
@@ -237,8 +227,6 @@ def _knowing_rows(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ParameterServerEngine(DistributedEngine):
-    """Engine of a chief that sends steps to workers."""
-
     can_run_eagerly = False
     hands_over = True
     compiled_function = ServedFunction

@@ -58,15 +58,11 @@ MOST_BYTES = (1 << 31) - (1 << 20)
 
 
 def size_of(shape: Shape, dtype: DType) -> int:
-    """Bytes of a variable."""
     return tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
 
 
 def offsets_of(shape: Shape, dtype: DType, shards: int, keeps_whole: bool) -> list[int]:
-    """The first rows of a large variable's shards, and the number of all.
-
-    With `keeps_whole`, shards of more than `LARGE_BYTES` stay so if they can be sent.
-    """
+    """First rows of a large variable's shards, and the number of all rows."""
     return offsets_of_rows(shape[0], row_bytes_of(shape, dtype), shards, keeps_whole)
 
 
@@ -83,7 +79,6 @@ def row_bytes_of(shape: Shape, dtype: DType) -> int:
 
 
 def offsets_of_rows(rows: int, row_bytes: int, shards: int, keeps_whole: bool) -> list[int]:
-    """As `offsets_of`, for so many rows of so many bytes."""
     shards = min(shards, rows)
     most = MOST_BYTES if keeps_whole else LARGE_BYTES
     if -(-rows // shards) * row_bytes > most:
@@ -95,7 +90,6 @@ def offsets_of_rows(rows: int, row_bytes: int, shards: int, keeps_whole: bool) -
 def form_of(
     kwargs: Mapping[str, Any], shape: Shape | None
 ) -> tuple[tf.TensorShape | None, DType | None]:
-    """Shape and dtype of a variable to be made; None unless both are known."""
     value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
     if isinstance(value, (tf.Tensor, np.ndarray)):
         shape, dtype = value.shape, dtype or value.dtype
@@ -107,7 +101,6 @@ def form_of(
 
 
 def size_if_known(kwargs: Mapping[str, Any]) -> int:
-    """Bytes of a variable before its creation; 0 if its shape is not known yet."""
     shape, dtype = form_of(kwargs, None)
     return 0 if shape is None or dtype is None else size_of(shape, dtype)
 
@@ -131,8 +124,6 @@ _LEAST_PART = 0.05
 
 
 class Shard(NamedTuple):
-    """Rows `first` to `end` of a variable; `ps` None for the least loaded."""
-
     ps: int | None
     first: int
     end: int
@@ -141,13 +132,8 @@ class Shard(NamedTuple):
 class Placement:
     """Bytes of each parameter server, and the choice of the next server.
 
-    Args:
-        weights: A positive number for each server, which its part of the bytes is proportional to.
-        cuts_finely: Whether a server may have several shards of a large variable, each of which is
-            sent, updated and read by itself.
-
-    Attributes:
-        weights: The servers' parts of the bytes, with a sum of 1.
+    `weights`, whose sum is made 1, are the servers' parts of the bytes. With `cuts_finely`, a
+    server may have several shards of a large variable, each sent, updated and read by itself.
     """
 
     def __init__(self, weights: Sequence[float], cuts_finely: bool = False) -> None:
@@ -175,9 +161,8 @@ class Placement:
     ) -> list[Shard]:
         """Cuts a variable by rows so that all servers' bytes stay balanced.
 
-        Returns one shard of all rows if it stays whole, and raises ValueError if a row is too
-        large. A table, of which steps look up rows, is not cut finely: each shard is asked by
-        itself, and not much is sent.
+        A table, of which steps look up rows, is not cut finely: each shard is asked by itself, and
+        not much is sent.
         """
         rows = shape[0]
         row_bytes = row_bytes_of(shape, dtype)
@@ -231,10 +216,7 @@ def _shards(counts: Mapping[int, int], row_bytes: int, most: int) -> list[Shard]
 
 
 def weights_of(addresses: Sequence[str]) -> list[float]:
-    """Weights of the servers, to which their parts of the bytes are proportional.
-
-    Hosts have equal weights, whose servers share a link.
-    """
+    """Weights of the servers: hosts have equal ones, whose servers share a link."""
     hosts = [address.rpartition(":")[0] for address in addresses]
     servers = collections.Counter(hosts)
     return [1.0 / servers[host] for host in hosts]
@@ -259,11 +241,7 @@ _LARGEST_STATE = 1 << 16
 
 
 def kind_of(variable: keras.Variable, shape: Sequence[int] | None, is_sync: bool) -> str | None:
-    """Kind of a closure variable, or None for a variable that is none.
-
-    Args:
-        shape: Its shape, which it may be about to get.
-    """
+    """Kind of a closure variable that has, or will have, a shape; None of others."""
     if variable._name == "seed_generator_state":
         return "seed"
     if accumulates(variable):
@@ -291,7 +269,6 @@ def bytes_on_ps(variables: Iterable[keras.Variable], num_ps: int) -> list[int]:
 
 
 def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Model) -> str:
-    """Describes a model's variables, with a table of servers and parts due."""
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None else []
     own = {id(variable) for variable in slots}
@@ -320,7 +297,6 @@ def report(addresses: Sequence[str], weights: Sequence[float], model: keras.Mode
 
 
 def warn_of_whole_tensors(model: keras.Model) -> None:
-    """Warns once of an optimizer that needs whole tensors of a sharded variable."""
     name = type(unwrapped(getattr(model, "optimizer", None))).__name__
     is_cut = any(isinstance(v._value, ShardedVariable) for v in model.trainable_variables)
     if name in _NEED_WHOLE_TENSORS and is_cut:
@@ -342,14 +318,7 @@ _TABLE = "/embeddings"
 
 
 def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
-    """The number of GPUs that each worker has, 0 or 1.
-
-    Args:
-        devices: Full names of the cluster's GPUs.
-
-    Raises:
-        ValueError: If workers have unequal numbers of GPUs, or more than one.
-    """
+    """The number of GPUs that each worker has, 0 or 1."""
     of_workers = [tf.DeviceSpec.from_string(name) for name in devices]
     counts: Any = collections.Counter(spec.task for spec in of_workers if spec.job == "worker")
     counts = {i: counts[i] for i in workers}
@@ -365,12 +334,6 @@ def gpus_per_worker(devices: Sequence[str], workers: Iterable[int]) -> int:
 
 
 class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
-    """Additional APIs of `keras_psplus.ParameterServerStrategy`.
-
-    Attributes:
-        worker_states: State of compressors and `updates` on the workers.
-    """
-
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
@@ -412,12 +375,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
     def creating(
         self, name: str, kind: str | None, shape: tf.TensorShape | Sequence[int] | None = None
     ) -> AbstractContextManager[Any]:
-        """Context for creating a Keras variable.
-
-        Args:
-            kind: What it is, if it lives on the chief and goes with the closures, as for
-                `ClosureVariable`; else None.
-        """
+        """Context for creating a Keras variable, of a `kind` if a `ClosureVariable`."""
         return self._creating.being((name, kind, shape))
 
     def _call_for_each_replica(
@@ -563,7 +521,6 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         return self._create_on_ps(next_creator, None, **kwargs)
 
     def _create_on_ps(self, next_creator: _Creator, ps: int | None, **kwargs: Any) -> tf.Variable:
-        """Creates a variable, or a shard, on server `ps`, or on the least loaded."""
         # By bytes: a round robin puts every other kernel on one server and the biases between
         # them on another.
         is_trained = kwargs.get("trainable") is not False

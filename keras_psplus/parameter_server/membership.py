@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def translate_errors(server_addresses: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Adds the lost server's name, and its address, to TensorFlow's error."""
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
@@ -71,7 +70,6 @@ class WorkerWatch:
         self._gone_since: float | None = None
 
     def check_workers(self) -> None:
-        """Raises WorkersLostError once no worker has been reachable for the timeout."""
         if any(map(handshake.listens, self._addresses)):
             self._gone_since = None
             return
@@ -99,8 +97,6 @@ class WorkerWatch:
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on the chief."""
-
     def __init__(
         self, queue: ClosureQueue, progress: Progress, spec: Mapping[str, Sequence[str]]
     ) -> None:
@@ -187,9 +183,8 @@ def connect(spec: Mapping[str, Sequence[str]], protocol: str | None, absent: set
 def update(workers: Mapping[int, str]) -> None:
     """Has TensorFlow know some workers, and no other, while no step is under way.
 
-    Raises:
-        tf.errors.OpError: If one cannot be reached, has died or does not answer. TensorFlow knows
-            of it all the same, and finds out by the next call whether it is back.
+    It raises an OpError if one cannot be reached, has died or does not answer. TensorFlow knows of
+    it all the same, and finds out by the next call whether it is back.
     """
     definition = copy.deepcopy(context.get_server_def())
     for job in definition.cluster.job:
@@ -203,10 +198,7 @@ def update(workers: Mapping[int, str]) -> None:
 
 @contextlib.contextmanager
 def _failing_fast() -> Iterator[None]:
-    """Context in which TensorFlow's call of a task whose address refuses it fails at once.
-
-    By default this is so of all calls but the first one of a task, which asks for its devices.
-    """
+    """Context in which a task's first call fails at once, too, if refused."""
     before = os.environ.get(_FAIL_FAST, "use_caller")
     os.environ[_FAIL_FAST] = "true"
     try:
@@ -262,15 +254,9 @@ _SETTLE_SECONDS = 2.0
 class Members:
     """Workers that come, and come back.
 
-    Args:
-        addresses: Addresses of all workers, in order.
-        admit: Called with the name of a worker that has come; raises `ClusterStartupError` if it is
-            not this job's.
-        endings: `ShutdownNotifier` if workers may leave when they are told to end (SIGTERM), so
-            that one that is lost need not come back and TensorFlow is to forget it; None if not.
-
-    Attributes:
-        absent: Numbers of the workers that TensorFlow does not know of.
+    `admit` raises `ClusterStartupError` for a worker that is not this job's. With `endings`,
+    workers may leave when they are told to end (SIGTERM), so that one that is lost need not come
+    back. TensorFlow does not know of those that are `absent`.
     """
 
     def __init__(
@@ -292,10 +278,7 @@ class Members:
         return self._endings is not None
 
     def ready(self, lost: Collection[int]) -> set[int] | None:
-        """Lost workers to be taken in; None if TensorFlow's view is not to change.
-
-        Those that leave respond until they end, which they do once TensorFlow has forgotten them.
-        """
+        """Lost workers to be taken in; None if TensorFlow's view is not to change."""
         there = self._responding(lost)
         there -= self._ending(there)
         self._refused &= there
@@ -307,10 +290,7 @@ class Members:
         return found
 
     def _ending(self, workers: Collection[int]) -> set[int]:
-        """Workers of some that are told to end.
-
-        They are asked each time: the address of one is soon the next one's.
-        """
+        """Workers that are told to end, asked each time: addresses are used again."""
         if self._endings is None:
             return set()
         told = {w for w in workers if self._endings.is_told_to_end(f"worker-{w}")}
@@ -324,7 +304,6 @@ class Members:
         return set(workers).difference(silent)
 
     def _settled(self, there: Collection[int]) -> list[int]:
-        """Workers of some that respond whom TensorFlow can reach, in order."""
         now = time.monotonic()
         self._since = {worker: self._since.get(worker, now) for worker in there}
         return [
@@ -346,8 +325,8 @@ class Members:
     def connect(self, absent: Collection[int]) -> None:
         """Has TensorFlow connect to the workers that are not absent, and to no other.
 
-        They are looked for once more; raises UnavailableError if one does not respond, and
-        TensorFlow's error if one dies meanwhile.
+        It raises UnavailableError if one does not respond, or TensorFlow's error if one dies
+        meanwhile.
         """
         present = {w: a for w, a in self._addresses.items() if w not in absent}
         for worker in stalls.unresponsive_tasks(present):
@@ -364,9 +343,6 @@ class Reconnection:
 
     TensorFlow gives each task's runtime a new table of the functions that others run for it, and a
     step that is under way then may look for its functions in the wrong table.
-
-    Args:
-        on_back: Called with the number of a worker that is back, before it gets a closure.
     """
 
     def __init__(
@@ -413,7 +389,6 @@ class Reconnection:
 
 
 def retire_leaving(queue: ClosureQueue, told_to_end: Callable[[], Iterable[str]]) -> None:
-    """Gives workers no more steps that are told to end, until the queue is closed."""
     before: set[str] = set()
     while not queue.is_closed:
         told = set(told_to_end())

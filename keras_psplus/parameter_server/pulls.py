@@ -40,12 +40,6 @@ _FOR_VALUES = (
 
 
 class Compressors:
-    """The compressors of one strategy, from `compression` and `pull_compression`.
-
-    Raises:
-        ValueError: If one of them is unknown, or cannot do what it is asked for.
-    """
-
     def __init__(
         self,
         push: Compressor | str | dict[Any, Any] | None,
@@ -72,9 +66,9 @@ class Compressors:
     def of_value(self, variable: tf.Variable) -> Compressor | None:
         """The compressor that a worker reads a variable through, or None.
 
-        Only what was made to be trained is read so. Other variables are optimizers' own, or, as
-        the averages of BatchNormalization, read in order to be written again with a small change,
-        which rounding would swallow.
+        Only what was made to be trained is read so. Other variables are optimizers' own, or, as the
+        averages of BatchNormalization, written again with a small change, which rounding would
+        swallow.
         """
         if self._pull is None or not variable.trainable:
             return None
@@ -86,7 +80,6 @@ class Compressors:
 
 
 def path_of(variable: tf.Variable) -> str:
-    """A variable's path as Keras has it, such as `"sequential/dense/kernel"`."""
     return getattr(variable, "keras_path", None) or variable.name.split(":")[0]
 
 
@@ -121,12 +114,10 @@ _STEP = 0
 
 
 def parts_of(variable: tf.Variable) -> list[tf.Variable]:
-    """The shards of a variable, or itself."""
     return getattr(variable, "shards", [variable])
 
 
 def raw_read(variable: tf.Variable) -> tf.Tensor:
-    """Reads a whole variable, unknown to the tape."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     value.set_shape(variable.shape)
     return value
@@ -171,7 +162,6 @@ def read_together(
 def gather(
     variable: tf.Variable, rows: tf.Tensor, compressor: Compressor | None, key: Key
 ) -> tf.Tensor:
-    """Brings rows of a whole variable, or of a shard, to the worker."""
     row_shape, dtype = variable.shape[1:], variable.dtype
     values = tf.raw_ops.ResourceGather(
         resource=variable.handle, indices=rows, dtype=dtype, validate_indices=True
@@ -190,7 +180,6 @@ def gather(
 
 
 def key_of(variable: tf.Variable, compressor: Compressor | None) -> Key:
-    """Key under which a traffic counter counts the reads of a variable."""
     return path_of(variable), "pull", None if compressor is None else repr(compressor)
 
 
@@ -227,14 +216,7 @@ def lookup(
     indices: Any,
     read_rows: Callable[[tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """Gathers rows of a variable; each distinct row is read once.
-
-    Args:
-        variable: The variable, as the tape knows it.
-        shape: Shape of its whole value.
-        indices: Integer tensor of row numbers.
-        read_rows: Function that brings the rows of a vector of distinct row numbers.
-    """
+    """Gathers rows of a variable, of a whole shape; `read_rows` brings each distinct row once."""
     resource_variable_ops.variable_accessed(variable)
     indices = tf.convert_to_tensor(indices)
     row_shape = shape[1:]
@@ -280,8 +262,6 @@ updating_device: ThreadValue[str] = ThreadValue()
 
 
 class WholeRead(NamedTuple):
-    """A variable that is read whole, its shards or itself, and its compressor."""
-
     variable: tf.Variable
     parts: Parts
     compressor: Compressor | None
@@ -290,12 +270,8 @@ class WholeRead(NamedTuple):
 class Pulls:
     """Reads of a worker function, while it is traced.
 
-    Args:
-        together: Variables that are read together, those of each server, when one of them is.
-        stay: Ids of variables that a loop both reads and writes: reads stay in the loop.
-
-    Attributes:
-        whole_reads: By variables' ids, the `WholeRead`s so far.
+    When one of the variables `together` is read, those of its server are. Those whose ids are in
+    `stay` a loop both reads and writes: reads stay in the loop. `whole_reads` is by variables' ids.
     """
 
     def __init__(
@@ -321,10 +297,7 @@ class Pulls:
                 group.append(variable)
 
     def value(self, variable: tf.Variable, parts: Parts, needs_function: bool = False) -> tf.Tensor:
-        """A variable's value as of now, on the worker.
-
-        With `needs_function`, it is read outside of conditionals too, for the tape's sake.
-        """
+        """A variable's value as of now, on the worker; for the tape, outside of conditionals."""
         resource_variable_ops.variable_accessed(variable)
         with record.stop_recording():
             value = self._find_or_read(variable, parts, needs_function)
@@ -333,7 +306,6 @@ class Pulls:
         return value
 
     def compressor_of(self, variable: tf.Variable) -> Compressor | None:
-        """The compressor that a variable is read through here, or None."""
         if self._compressors is None or exact_reads_flag:
             return None
         if worker_function.handle_of(parts_of(variable)[0]) is not None:
@@ -436,8 +408,6 @@ class Pulls:
 
 
 class PulledVariable(resource_variable_ops.ResourceVariable):
-    """A whole variable on a parameter server, whose reads in a worker function are shared."""
-
     @property
     def handle(self) -> tf.Tensor:
         copy = worker_function.handle_of(self)
@@ -604,7 +574,6 @@ class ShardedVariable(WrittenVariable):
             )
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        """Gathers rows on the servers that have them; repeated rows are sent once."""
         shard = self._shard()
         if shard is not None:
             return shard.sparse_read(indices)
@@ -621,10 +590,7 @@ class ShardedVariable(WrittenVariable):
         return tf.dynamic_stitch(places, rows)
 
     def _decompose(self, indices: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Splits row numbers by shard, and returns the shard of each.
-
-        TensorFlow's method supports shards of equal sizes only.
-        """
+        """Row numbers by shard, of whatever sizes, and the shard of each."""
         starts = tf.constant(self.offsets[1:], indices.dtype)
         owners = tf.searchsorted(starts, indices, side="right")
         first = tf.gather(tf.constant(self.offsets, indices.dtype), owners)
@@ -632,7 +598,6 @@ class ShardedVariable(WrittenVariable):
         return tf.dynamic_partition(indices - first, owners, len(self.shards)), owners
 
     def _decompose_slices(self, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-        """Rows' gradients, or values, by shard."""
         of_shards, owners = self._decompose(slices.indices)
         values = tf.dynamic_partition(slices.values, owners, len(self.shards))
         return [
@@ -661,7 +626,6 @@ class ShardedVariable(WrittenVariable):
         return f"<ShardedVariable shape={self._whole_shape} shards={len(self.shards)}>"
 
     def split(self, argument: Any) -> list[Any]:
-        """Splits an update's argument (a gradient, a scalar, ...) into one per shard."""
         if isinstance(argument, ShardParts):
             return list(argument)
         if isinstance(argument, tf.IndexedSlices):

@@ -40,8 +40,6 @@ _NOISE = 4
 
 
 class Clocks:
-    """Clocks of the workers: steps given and done, under the queue's lock."""
-
     def __init__(self, num_workers: int) -> None:
         self._num_workers, self._bound = num_workers, math.inf
         self._given = [0] * num_workers
@@ -51,10 +49,7 @@ class Clocks:
         self._first = 0
 
     def begin(self, bound: float = math.inf) -> None:
-        """Starts to count from zero, while no step is under way.
-
-        At most `bound` steps are given to a worker beyond those that the slowest has done.
-        """
+        """Counts from zero again, while no step is under way, nobody further ahead than `bound`."""
         self._bound = bound
         self._given, self._done = [0] * self._num_workers, [0] * self._num_workers
         self._first += 1
@@ -64,7 +59,6 @@ class Clocks:
         self._given = list(self._done)
 
     def lose(self, worker: int) -> None:
-        """Notes that a worker is lost, so that it holds up nobody."""
         self._live.discard(worker)
 
     def welcome(self, worker: int) -> None:
@@ -125,8 +119,6 @@ class Clocks:
 
 
 class RemoteWorker:
-    """A worker, with the resources that functions find on it."""
-
     def __init__(self, index: int) -> None:
         # The name is TensorFlow's, for `experimental_get_current_worker_index`.
         self.index = self.worker_index = index
@@ -143,13 +135,10 @@ class RemoteWorker:
             return self._resources[owner]
 
     def forget(self) -> None:
-        """Notes that the worker has lost its resources."""
         self._resources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class WorkerCalls:
-    """Calls of functions on a worker, one after another, with what may cancel them."""
-
     def __init__(self, worker: RemoteWorker) -> None:
         self.worker = worker
         self.cancellation: Any = None
@@ -178,11 +167,7 @@ class WorkerCalls:
 
 
 class Run(NamedTuple):
-    """A run of a closure, as the chief sees it.
-
-    Attributes:
-        began, ended: Seconds of `time.time()` when it was called, and when its result was here.
-    """
+    """A run of a closure, from its call to its result, by `time.time()`."""
 
     worker: int
     began: float
@@ -192,16 +177,10 @@ class Run(NamedTuple):
 class Closure:
     """A concrete function, its arguments, and the result that a worker brings.
 
-    Args:
-        on_done: Called with the result and its `Run`, from another thread.
-
-    Attributes:
-        ticket: What the last of the arguments is read by, if workers read the data.
-        may_overlap: Whether a worker may run it beside others of which that is true.
-        home: Number of the worker that it counts for, or None if `Clocks` did not choose one.
-        tried_on: Number of the worker that runs it, or ran it last.
-        started: Time at which that worker began with it; None while it waits.
-        lost_on: Number of the worker that was lost with it, until another one begins with it.
+    `on_done` is called from another thread. The `ticket` is what workers' batches are read by;
+    `home` the worker that it counts for, if `Clocks` chose one; `tried_on` the one that runs it, or
+    ran it last; `started` is None while it waits; `lost_on` the one that was lost with it, until
+    another begins.
     """
 
     after_loss = "its update may be applied twice"
@@ -225,7 +204,6 @@ class Closure:
         self._error: BaseException | None = None
 
     def execute_on(self, calls: WorkerCalls) -> None:
-        """Runs it on a worker, and brings the result to the chief."""
         worker, began = calls.worker, time.time()
         try:
             if self.ticket is not None:
@@ -257,11 +235,9 @@ class Closure:
         return lost
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error, which `get` raises."""
         self._end(None, error)
 
     def cancel(self) -> None:
-        """Ends it after the error of another one."""
         self.fail(tf.errors.CancelledError(None, None, f"{self.about} was cancelled"))
 
     def get(self) -> Any:
@@ -289,19 +265,9 @@ _SERVER_FAILURES = 3
 class ClosureQueue:
     """Closures of one job, by the worker that is to run them.
 
-    Args:
-        clocks: `Clocks`, which learn of what workers end, lose and take from one another.
-        absent: Numbers of the workers that are not there yet: as if they were lost.
-
-    Attributes:
-        changed: Condition that is notified when a closure ends and when an error comes.
-        error: The first error since the last that was raised, or None.
-        cancellation: Cancellation manager of the closures under way.
-        last_end: Time of the last end of a closure.
-        lost: Numbers of the workers that are lost and not back, have not come yet, or leave.
-        losses: By worker, how often it was lost.
-        on_lost: Called with the number of a worker that is lost.
-        is_pausing: Whether closures under way are waited for, and no other begins.
+    `changed` is notified when a closure ends and when an error comes; `error` is the first since
+    the last that was raised. `lost` are the workers that are not back, have not come yet, or leave.
+    While it `is_pausing`, closures under way are waited for, and no other begins.
     """
 
     def __init__(self, num_workers: int, clocks: Clocks, absent: Iterable[int] = ()) -> None:
@@ -328,13 +294,11 @@ class ClosureQueue:
 
     @property
     def closures(self) -> list[Closure]:
-        """The closures that wait or are under way."""
         with self._lock:
             return list(self._closures.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether no closure waits or is under way."""
         return not self._closures
 
     def put(self, closure: Closure, home: int | None = None) -> None:
@@ -350,7 +314,6 @@ class ClosureQueue:
                 self._wake[home].notify()
 
     def choose(self, closure: Closure, window: int) -> None:
-        """Adds a closure for the worker whose turn it is."""
         # Meanwhile nobody takes a slower worker's step, which would count, too.
         with self._lock:
             if free := self._clocks.free(window):
@@ -452,7 +415,6 @@ class ClosureQueue:
             return all(self._server_failures[one] < _SERVER_FAILURES for one in servers)
 
     def withdraw(self, closures: Sequence[Closure]) -> None:
-        """Takes back the closures that no worker is at work on."""
         lost: set[int] = set()
         with self._lock:
             for waiting in (self._free, *self._waiting):
@@ -482,7 +444,6 @@ class ClosureQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which no closure is under way."""
         with self._lock:
             self.is_pausing = True
             self.changed.notify_all()
@@ -520,7 +481,6 @@ class ClosureQueue:
             self._wake_all()
 
     def close(self) -> None:
-        """Ends the threads of all workers."""
         with self._lock:
             self.is_closed = True
             self._wake_all()
@@ -531,7 +491,6 @@ class ClosureQueue:
             wake.notify()
 
     def _take_from_slower(self, idle: int) -> None:
-        """Gives an idle worker a step that waits for a slower one."""
         slower = self._clocks.slower(idle)
         if slower is None:
             return

@@ -36,13 +36,9 @@ def _has_own_apply(optimizer: keras.optimizers.Optimizer | None) -> bool:
 class WorkerReplicaStep(ReplicaStep):
     """Context of tracing one worker's part of a step.
 
-    Args:
-        weight: Float64 scalar, the share's part of the global batch's rows.
-        push: Called with each optimizer of the step, its gradients and variables.
-
-    Attributes:
-        handed_over: List of what `push` has returned.
-        first_hand_over: How many operations the function had before; None before the first.
+    `weight` is the share's part of the global batch's rows. `push` is called with each optimizer,
+    its gradients and variables, and `handed_over` has what it returned; `first_hand_over` is how
+    many operations the function had before.
     """
 
     has_batch_fraction = True
@@ -71,7 +67,6 @@ class WorkerReplicaStep(ReplicaStep):
             self._check_calls()
 
     def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
-        """Stand-ins for the gradients of one call of the tape; see `core.graph.stand_ins`."""
         self._calls.append(stand_ins.TapeCall(gradients, variables))
         return self._calls[-1].given
 
@@ -97,7 +92,6 @@ class WorkerReplicaStep(ReplicaStep):
         gradients: Iterable[Gradient | None],
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        """Raises ValueError if the step has computed with this worker's part of a gradient."""
         for call in self._calls:
             changed = any(
                 call.has_made(one) or call.was_changed_inside(one) or call.was_changed_outside(one)

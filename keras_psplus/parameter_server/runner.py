@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict`: a model's steps go to the workers, and their results add up."""
+"""`fit`, `evaluate` and `predict`: steps go to the workers, and results add up."""
 
 from __future__ import annotations
 
@@ -50,14 +50,7 @@ _numbers = itertools.count(1)
 
 
 class RowUpdates:
-    """Functions of the chief that update tables.
-
-    Args:
-        tables: Those that a step keeps gradients for.
-
-    Attributes:
-        has_rest: Whether a run was lost, of which something may be kept.
-    """
+    """Functions of the chief that update tables; lost runs leave a rest on the servers."""
 
     def __init__(self, tables: Sequence[PlacedTable]) -> None:
         self._shards = [shard for table in tables for shard in table.shards]
@@ -70,12 +63,10 @@ class RowUpdates:
         return number
 
     def take(self, number: int) -> None:
-        """Updates rows by what a run has left."""
         with tf.device(worker_function.CHIEF):
             worker_function.call(self._take, scalar_tensor(number, tf.int64))
 
     def forget_rest(self) -> None:
-        """Forgets what lost runs have left, once no step is under way."""
         if self.has_rest:
             self.has_rest = False
             for shard in self._shards:
@@ -116,12 +107,7 @@ _WHOLE = np.ones(1)
 
 
 class StepRunner:
-    """A train or test function whose steps run on single workers, several at a time.
-
-    Args:
-        step: The model's step, a function of one batch.
-        is_training: Whether steps count as those of training, and may overlap.
-    """
+    """A train or test function whose steps run on single workers, several at a time."""
 
     def __init__(
         self, context: StepContext, model: keras.Model, step: Callable[..., Any], is_training: bool
@@ -206,15 +192,11 @@ class StepRunner:
 
     @property
     def _goes_singly(self) -> bool:
-        """Whether workers are sent one step at a time.
-
-        A limit of staleness counts steps, and rows of a dynamic table are updated after each.
-        """
+        """Whether workers are sent single steps: a limit counts them, or rows change."""
         tables = self._is_training and any(map(is_keyed, self._model.trainable_variables))
         return tables or self._bound != math.inf
 
     def _next(self, iterator: Any, count: int) -> tuple[Batches, Ticket | None]:
-        """The next batches, none at the data's end, and their ticket if workers read."""
         if not isinstance(iterator, WorkerIterator):
             return next_batches(iterator, count), None
         ticket = self._context.scheduler.take(iterator, count)
@@ -240,7 +222,6 @@ class StepRunner:
             self._known = self._bad_loss = None
 
     def take_bad_loss(self) -> float | None:
-        """Returns a non-finite loss that no batch's logs have shown, or None."""
         self.drain()
         return self._pop_bad_loss()
 
@@ -264,10 +245,7 @@ class StepRunner:
         self._sent, self._shown_logs = 0, {}
 
     def _submit(self, batches: Batches, element_spec: Any, ticket: Ticket | None) -> None:
-        """Sends one closure with a step for each batch; waits if enough are under way.
-
-        The ticket is that of batches which workers have read.
-        """
+        """Sends one closure with a step for each batch; waits if enough are under way."""
         # Batches that workers read stay on the workers, unpacked.
         step, payload = self._functions(batches, element_spec, join=ticket is None)
         totals = self._open(step)
@@ -315,7 +293,6 @@ class StepRunner:
             return self._totals
 
     def _wait_for_earlier_steps(self, overwritten: Iterable[ClosureVariable]) -> None:
-        """Steps of which each needs what the last one left cannot be under way together."""
         names = ", ".join(sorted({variable.name.split(":")[0] for variable in overwritten}))
         if self._context.num_workers > 1:
             warn_once(
@@ -333,7 +310,6 @@ class StepRunner:
             return dict(self._logs or {})
 
     def _join(self) -> None:
-        """Waits for all steps; on a worker's error, gives up the totals and raises it."""
         try:
             self._context.scheduler.join()
         except Exception:
@@ -376,10 +352,7 @@ class StepRunner:
     ) -> None:
         """Adds steps to the totals, and makes their logs.
 
-        Args:
-            number: Number of their first batch.
-            vectors: The vector of each share of a step, a matrix.
-            parts: Each share's part of the rows.
+        `vectors` and `parts` have those of each share of a step, and its part of the rows.
         """
         changes, values, inputs = step.notes.split(vectors)
         with self._lock:
@@ -405,8 +378,6 @@ def describe(batches: Batches, first: int) -> str:
 
 
 class PredictFunction:
-    """A predict function whose steps run on the workers; their outputs are waited for later."""
-
     def __init__(self, context: StepContext, model: keras.Model) -> None:
         compiled = compiled_step(context.engine, model, model.predict_step)
         step = model._autoconvert_optionals(compiled)
@@ -452,8 +423,6 @@ def _concatenated(trace: Trace, outputs: list[Any]) -> tuple[tf.Tensor, Any, Any
 
 
 class _Awaited:
-    """Lazy output of a predict step; readers see a tensor."""
-
     def __init__(self, result: Closure, place: int) -> None:
         self._result, self._place = result, place
 

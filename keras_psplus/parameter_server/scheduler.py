@@ -35,8 +35,7 @@ _LOOK_FOR_WORKERS_SECONDS = 5.0
 class Lane:
     """A thread that runs one closure after another on a worker.
 
-    A worker has one for each closure that it may have under way, so that one may be read while
-    another computes and a third one is sent.
+    A worker has several, so that one closure is read while another computes and a third is sent.
     """
 
     def __init__(self, worker: RemoteWorker, queue: ClosureQueue) -> None:
@@ -72,14 +71,8 @@ class Lane:
 class Scheduler:
     """The closures of one job.
 
-    Args:
-        check_workers: Called now and then while no closure returns; raises if it has to be given
-            up.
-        on_worker_back: Optional, called with the name of a worker that has come, or is back.
-        window: How many closures a worker may have under way, of those that allow it.
-
-    Attributes:
-        queue: `ClosureQueue`, for closures that are those of one worker or of all.
+    `check_workers` is called now and then while no closure returns, and may raise; `window` is how
+    many closures that allow it a worker has under way.
     """
 
     def __init__(
@@ -116,10 +109,7 @@ class Scheduler:
             self._on_worker_back(f"worker-{worker}")
 
     def takers(self) -> list[int]:
-        """Workers that a synchronous step is cut for.
-
-        They are all workers, or of a range those that are there.
-        """
+        """Workers that a synchronous step is cut for; of a range, those there."""
         with self.queue.changed:
             lost = self.queue.lost if self._members.may_leave else ()
             there = [worker.index for worker in self._workers if worker.index not in lost]
@@ -161,10 +151,8 @@ class Scheduler:
     ) -> Closure:
         """Schedules a function once a worker has room for it in its queue.
 
-        Args:
-            on_done: Called with the function's result and its `Run`, from another thread.
-            ticket: What the last of the arguments is read by, if workers read the data.
-            may_overlap: Whether a worker may begin with it before it is done with the one before.
+        The last argument is read by the `ticket`, if workers read the data. With `may_overlap`, a
+        worker may begin with it before it is done with the one before.
         """
         self._enough = 1 + (self._window if may_overlap else 1)
         if ticket is None:
@@ -186,12 +174,10 @@ class Scheduler:
             self.join()
 
     def join(self) -> None:
-        """Waits for all steps; raises a worker's error."""
         self._wait_until(lambda: self.queue.is_empty)
         self.queue.raise_error()
 
     def _check_for_errors(self) -> None:
-        """Raises a worker's error, or that of having no workers."""
         self.queue.raise_error()
         self._check_workers()
 

@@ -1,4 +1,4 @@
-"""The functions that workers run, traced once for each form of the batches, and their logs."""
+"""The functions that workers run, one for each form of batches, and their logs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ _SEED_STRIDE = 0x3C6EF35F
 class ClosureTotals:
     """Values of closure variables, kept by the chief while steps are under way.
 
-    Attributes:
-        values: A float64 vector, with the seeds of the beginning.
-        draws: Advance of the seeds in one step; None until a step has shown it.
+    `values` has the seeds of the beginning; `draws` is their advance in one step, once seen.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class ClosureTotals:
         return values
 
     def note_draws(self, changes: np.ndarray, steps: int) -> None:
-        """Notes how far steps have moved the seeds, if it is not known yet."""
         if self.draws is None:
             self.draws = np.where(self._is_seed, changes / steps, 0.0)
 
@@ -100,12 +97,9 @@ class ClosureTotals:
         steps: int,
         overwritten: Sequence[ClosureVariable],
     ) -> np.ndarray:
-        """Adds what steps have changed; returns sums for metrics, means for others.
+        """Adds the changes of a step's shares; returns sums for metrics, means for others.
 
-        Args:
-            changes: The changes in each share of a step, a matrix.
-            parts: Each share's part of the rows.
-            overwritten: Variables that a step replaces instead of adding to them.
+        `parts` are each share's part of the rows; `overwritten` the variables that a step replaces.
         """
         self.note_draws(changes[0], steps)
         change = changes[0]
@@ -125,7 +119,6 @@ class ClosureTotals:
 
 
 def are_same(variables: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects in the same order."""
     return len(variables) == len(others) and all(a is b for a, b in zip(variables, others))
 
 
@@ -141,10 +134,8 @@ class LogForm(NamedTuple):
 class LogNotes(NamedTuple):
     """Layout of the logs in a step's result vector.
 
-    Attributes:
-        computed: `metric_logs.MetricLogs`: the logs that the chief computes once more.
-        states: Numbers of the closure variables that are the states of metrics.
-        size: How many numbers of the vector are logs, and what these are computed from.
+    The chief computes `computed` once more; `states` are the numbers of metrics' closure variables;
+    `size` is of the logs and of what they are computed from.
     """
 
     forms: list[LogForm]
@@ -153,7 +144,6 @@ class LogNotes(NamedTuple):
     size: int
 
     def split(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits vectors, along the last axis, into changes, logs, and inputs of logs."""
         first = vector.shape[-1] - self.size
         numbers = sum(math.prod(form.shape) for form in self.forms)
         changes, logs, inputs = np.split(vector, [first, first + numbers], -1)
@@ -174,17 +164,11 @@ def changes_and_logs(
     results: Sequence[dict[str, Any]],
     metrics: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> tuple[tf.Tensor, tuple[()], LogNotes]:
-    """Concatenates a step's changes and logs to one tensor.
+    """Joins a step's changes and logs in one tensor: each would cost a message.
 
-    Each would cost a separate message.
-
-    Args:
-        metrics: Function of closure variables that returns a flat dict of results of metrics, of a
-            step that several workers take together; else None.
-
-    Raises:
-        ValueError: If a log of several workers is computed from a metric in a way that the chief
-            cannot repeat.
+    `metrics` returns, of a step that several workers take together, a flat dict of results of
+    metrics of closure variables. It raises ValueError if the chief cannot repeat the computation of
+    a log from a metric.
     """
     logs = _tensors(results[-1])
     states = [i for i, variable in enumerate(trace.variables) if variable.kind == "total"]
@@ -234,12 +218,7 @@ def _tensors(logs: Mapping[str, Any] | None) -> dict[str, tf.Tensor]:
 
 
 class ComputedLogs:
-    """Computes logs once more, on the chief, from the totals of metrics.
-
-    Args:
-        function: `TracedStep` whose notes are `LogNotes`.
-        results: Function of closure variables that returns a flat dict of results of metrics.
-    """
+    """Computes logs once more, on the chief, from the totals of metrics."""
 
     def __init__(self, function: TracedStep, results: Callable[[Any], Mapping[str, Any]]) -> None:
         self._function, self._results = function, results
@@ -253,13 +232,7 @@ class ComputedLogs:
     def __call__(
         self, totals: np.ndarray, before: np.ndarray, inputs: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """The logs.
-
-        Args:
-            totals: Values of the closure variables after the step.
-            before: Those before it.
-            inputs: What the logs are computed from besides, averaged over workers.
-        """
+        """The logs, by totals after and before a step, and workers' averaged other inputs."""
         with tf.device(CHIEF):
             found = self._concrete(*(tf.constant(one) for one in (totals, before, inputs)))
         return {name: value.numpy() for name, value in zip(self._names, found)}
@@ -284,7 +257,6 @@ class ComputedLogs:
 
 
 def _value_of(variables: Sequence[ClosureVariable], number: int, vector: tf.Tensor) -> tf.Tensor:
-    """The value of a closure variable in a vector of all of them."""
     sizes = [variable.shape.num_elements() for variable in variables]
     first, variable = sum(sizes[:number]), variables[number]
     value = tf.reshape(vector[first : first + sizes[number]], variable.shape)
@@ -321,7 +293,6 @@ def tensors(batch: Any) -> Any:
 
 
 def next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
-    """The next batches of an iterator, as `tensors`; fewer at its end."""
     batches: list[Any] = []
     for _ in range(count):
         try:
@@ -353,7 +324,6 @@ def weights(model: keras.Model) -> list[tf.Variable]:
 def compiled_step(
     engine: DistributedEngine, model: keras.Model, step_function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A step function whose calls of models are compiled, if the model is compiled so."""
     calls = engine.compiled_calls(model)
     if calls is None:
         return step_function
@@ -410,16 +380,9 @@ class ServedFunction(CompiledFunction):
 class TracedStep(NamedTuple):
     """A worker function for batches of one form.
 
-    Attributes:
-        concrete: The concrete function, of the closure variables' values and the batches.
-        overwritten: Those of them that are given values instead of being added to.
-        tables: Dynamic tables that it keeps gradients for.
-        notes: What `collect` noted while the function was traced.
-        costs: What a call costs, a `traffic.TrafficSummary`.
-        may_overlap: Whether a worker may run it beside another call of it.
-        replica_step: What the context of tracing was; None for steps of one worker alone.
-        whole_reads: The variables that it reads whole.
-        origin: The function that it is traced from; TensorFlow holds it weakly.
+    `overwritten` are the closure variables that are given values instead of being added to,
+    `tables` those it keeps gradients for, `notes` what `collect` noted, `replica_step` the context
+    of tracing (None for one worker alone). TensorFlow holds the `origin` weakly.
     """
 
     concrete: tf.types.experimental.ConcreteFunction
@@ -440,7 +403,6 @@ class TracedStep(NamedTuple):
         return vector[: end - 1], int(vector[end - 1]), vector[end:]
 
     def add_costs(self, vector: Any, totals: TrafficTotals) -> tuple[np.ndarray, int, CallCosts]:
-        """As `split`, with the costs of the call, which it adds to the totals."""
         vector, pending, counts = self.split(vector)
         return vector, pending, totals.add(self.costs, counts)
 
@@ -448,15 +410,10 @@ class TracedStep(NamedTuple):
 class StepFunctions:
     """Worker functions of one step function, one for each form of its batches.
 
-    Args:
-        collect: Function of the `Trace` and the list of what single steps return. Returns a float64
-            vector and a structure of tensors, which the worker function returns, and notes about
-            them.
-        weights: Function that returns variables which steps may be expected to read.
-        replica_step: Optional function of the vector that carries the closure variables' values;
-            makes the context, a `WorkerReplicaStep`, in which steps are traced.
-        overlap: Whether a worker may run several of the functions at a time.
-        begin: Optional function of the `Pulls` of a function, called before its steps are traced.
+    `collect` makes, of the `Trace` and what single steps return, a float64 vector, other outputs,
+    and notes. Steps are expected to read `weights()`. `replica_step` makes the context of tracing,
+    of the vector that carries the closure variables' values. With `overlap`, a worker may run
+    several at a time. `begin` is called with the `Pulls` before steps are traced.
     """
 
     def __init__(
@@ -481,15 +438,7 @@ class StepFunctions:
     def __call__(
         self, batches: Batches, element_spec: Any = None, join: bool = True
     ) -> tuple[TracedStep, Any]:
-        """The function for some batches.
-
-        Args:
-            element_spec: Type specification of the dataset's elements, if there is one.
-            join: Whether the batches may be put together, to be sent in fewer messages.
-
-        Returns:
-            The `TracedStep`, and its argument besides the closure variables' values.
-        """
+        """The `TracedStep` for some batches, joined if that may be, and its other argument."""
         batch_spec = element_spec or tf.nest.map_structure(_with_any_batch_size, first_of(batches))
         payload: Any = batches
         spec: Any = [batch_spec] * len(batches)

@@ -159,10 +159,8 @@ def join_cluster(
 ) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
     """Waits, in the chief, for the other tasks; in these, serves and ends the process.
 
-    Returns:
-        The resolver that describes the cluster, the chief's `TaskConfig` (None if a resolver was
-        given), the numbers of the workers that are not there, and whether workers may come and
-        leave.
+    Returns the cluster's resolver, the chief's `TaskConfig` (None if a resolver was given), the
+    numbers of the workers that are not there, and whether workers may come and leave.
     """
     if resolver is not None:
         check_no_min_workers(min_workers)
@@ -210,11 +208,7 @@ def read_task() -> config.TaskConfig:
 
 
 class Servers:
-    """The tasks that serve a chief: claimed, connected to, and greeted.
-
-    Attributes:
-        notifier: `ShutdownNotifier`, or None without a `TaskConfig`.
-    """
+    """The tasks that serve a chief: claimed, connected to, and greeted."""
 
     def __init__(
         self,
@@ -234,8 +228,7 @@ class Servers:
     def admit(self, name: str, is_expected: bool = True) -> None:
         """Claims a worker that has come; raises ClusterStartupError if it is not ours.
 
-        Args:
-            is_expected: Whether it may be TensorFlow's own server, which says nothing of itself.
+        `is_expected` if it may be TensorFlow's own server, which says nothing of itself.
         """
         is_claimed = self._lease.claim(name)
         if not is_claimed and is_expected:
@@ -262,7 +255,6 @@ class Servers:
         )
 
     def let_workers_leave(self, queue: ClosureQueue) -> None:
-        """Does without workers that are told to end, from now on."""
         assert self.notifier is not None
         told_to_end = functools.partial(self.notifier.told_to_end, "worker")
         threading.Thread(

@@ -49,8 +49,6 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 
 class _Part(NamedTuple):
-    """A variable or a shard, of which there are copies."""
-
     variable: tf.Variable
     read: WholeRead
     name: str
@@ -60,8 +58,6 @@ class _Part(NamedTuple):
 # server, which is when the gradients of all workers for it have arrived there, the new value is
 # sent to the copies for the next step, while other gradients are still being sent.
 class WorkerCopies:
-    """Copies of the variables that a step reads whole."""
-
     def __init__(self, context: StepContext, whole_reads: Sequence[WholeRead]) -> None:
         self._context, self._states = context, context.extended.worker_states
         self._reads = whole_reads
@@ -88,10 +84,7 @@ class WorkerCopies:
         return WorkerVariable(self._states.handle(part.name, *form), *form)
 
     def announce(self, readers: tf.Tensor, generation: int) -> None:
-        """Lets so many workers read what the function that is being traced has updated.
-
-        No functions share the generation of those that read.
-        """
+        """Lets `readers` workers of a generation read what the traced function has updated."""
         for number, group in enumerate(self._groups):
             # Out here: a function makes its handles in order, and would wait for values in between.
             queue = self._queue(number, generation)
@@ -137,8 +130,7 @@ class Undo:
     """Keeps the values of variables until the next update, on their parameter servers.
 
     A value and what is kept of it share their memory until an update writes to the variable: the
-    servers have twice the bytes of these variables then. `on_chief` makes a call of the chief out
-    of a function that is traced.
+    servers have twice the bytes of these variables then.
     """
 
     def __init__(
@@ -175,10 +167,8 @@ _GATHERS = ("ResourceGather", "ResourceGatherNd")
 class Overlap(NamedTuple):
     """Functions that a step has besides, if it overlaps with the next one.
 
-    Attributes:
-        undo: `Undo` of what the update writes.
-        release: Function of a stamp and a count; lets an update end whose gradients will not come.
-        fetch: Function of a worker that brings its copies when they may be read.
+    `undo` is of what the update writes; `release` lets an update end whose gradients will not come;
+    `fetch` brings a worker's copies when they may be read.
     """
 
     undo: Undo
@@ -197,14 +187,9 @@ class HandedOver(NamedTuple):
 class SyncFunction(NamedTuple):
     """The functions of a step for batches of one form.
 
-    Attributes:
-        step: The worker's part, a `TracedStep`.
-        push: `CountedFunction` that sends what the worker's part keeps back; None if that sends
-            gradients itself.
-        added: List of its optimizers, their `GradientSum`s and variables.
-        apply: Function of an attempt's stamp, the number of gradients, a factor and the number of
-            workers that fetch; run by the chief, it lets the optimizers apply the sums.
-        overlap: `Overlap`, if the worker's part reads copies that the update brings; else None.
+    `push` sends what the worker's part keeps back, if that does not send gradients itself. `apply`,
+    of an attempt's stamp, the number of gradients, a factor and the number of workers that fetch,
+    lets the optimizers apply the sums.
     """
 
     step: TracedStep
@@ -215,12 +200,7 @@ class SyncFunction(NamedTuple):
 
 
 class OverlapPlanner:
-    """Makes steps overlap: their functions that read copies, and update early.
-
-    Args:
-        on_chief: Function that makes a call of the chief out of a function and its arguments'
-            specifications; the call has the `concrete` function.
-    """
+    """Makes steps overlap: their functions that read copies, and update early."""
 
     def __init__(self, context: StepContext, on_chief: Callable[..., Any]) -> None:
         self._context, self._on_chief = context, on_chief
@@ -229,7 +209,6 @@ class OverlapPlanner:
         self._copies: WorkerCopies | None = None
 
     def begin(self, pulls: Pulls) -> None:
-        """Has the function that is being traced read copies."""
         assert self._copies is not None
         self._copies.keep_in(pulls)
         graph = ops.get_default_graph()
@@ -266,11 +245,7 @@ class OverlapPlanner:
     ) -> SyncFunction | None:
         """The functions for a step that has been traced; None if it cannot overlap.
 
-        Args:
-            function: `SyncFunction` of the step, which reads the servers.
-            apply: Function of a stamp, a number of gradients and a factor that updates.
-            generation: Number of the functions, which no others share.
-            trace: Function that traces the step once more, with `begin`.
+        No other functions share the `generation`. `trace` traces the step once more, with `begin`.
         """
         if any(is_keyed(variable) for one in function.added for variable in one.variables):
             _warn_of("its update of a dynamic table cannot be undone")
@@ -349,7 +324,6 @@ def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
 
 
 def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
-    """Variables, or shards, that the optimizers of a step may write to."""
     found = {}
     for optimizer, _, variables in added:
         of_optimizers = [*optimizer.variables, *unwrapped(optimizer).variables]
@@ -478,7 +452,6 @@ class SyncFunctions:
     def _apply(
         self, added: list[HandedOver], stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
     ) -> tf.Tensor:
-        """Has optimizers apply the sums, in a function that is traced."""
         for optimizer, sums, variables in added:
             gradients = aggregation.take(sums, stamp, count, scale)
             if _needs_whole(optimizer):

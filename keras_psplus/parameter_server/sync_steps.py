@@ -54,13 +54,9 @@ _GIVE_UP_SECONDS = 5.0
 
 
 class StepUpdate:
-    """The update of one attempt at a step.
+    """The update of one attempt at a step, whose `readers` bring new values to copies.
 
-    Args:
-        readers: Numbers of the workers that bring the new values to their copies.
-
-    Attributes:
-        is_early: Whether it started before all gradients were there: workers compute on copies.
+    It `is_early` if it started before all gradients were there: workers compute on copies.
     """
 
     def __init__(
@@ -98,11 +94,7 @@ class StepUpdate:
         self._totals.add(fetch.costs, np.asarray(counts))
 
     def finish(self, lost_workers: Callable[[], Collection[int]]) -> set[int]:
-        """Waits for its end, but not for lost workers; all gradients have been added.
-
-        Returns:
-            Numbers of the workers whose copies are those of this update.
-        """
+        """Waits for its end, but for lost workers; returns the workers with new copies."""
         try:
             self._join()
         except BaseException:
@@ -120,7 +112,6 @@ class StepUpdate:
         return fresh
 
     def abort(self) -> None:
-        """Has all variables be as before; gradients may be missing."""
         self._overlap.release(self._stamp, self._count)
         try:
             self._join()
@@ -138,8 +129,6 @@ class StepUpdate:
 
 
 class StepUpdates:
-    """The updates of one runner's steps, and the workers whose copies are current."""
-
     def __init__(self, context: StepContext, functions: SyncFunctions) -> None:
         self._context, self._functions = context, functions
         # By worker: the state of what its copies are of.
@@ -148,9 +137,7 @@ class StepUpdates:
     def function(self, calls: Sequence[tuple[SyncFunction, Any]], batch: Any) -> SyncFunction:
         """The `SyncFunction` of a step's update, which has an `overlap` if steps may.
 
-        Args:
-            calls: List of pairs of the `SyncFunction` of a share and its argument.
-            batch: Batch of one of them.
+        `calls` are those of the shares, each with its argument; `batch` is that of one of them.
         """
         function = calls[0][0]
         # TensorFlow cannot give new functions to all tasks if one is lost, and says so at length.
@@ -168,11 +155,9 @@ class StepUpdates:
 
     @property
     def _state(self) -> tuple[int, int]:
-        """State that changes with every write that workers' copies do not include."""
         return writes.count, self._context.extended.worker_states.losses
 
     def has_copies(self, worker: int) -> bool:
-        """Whether a worker has copies of the weights as they are."""
         return self._copies.get(worker) == self._state
 
     def begin(self, function: SyncFunction, stamp: int, count: int, scale: float) -> StepUpdate:
@@ -259,8 +244,6 @@ class ReplicaStepClosure(Closure):
 
 
 class SyncRunner(StepRunner):
-    """Takes global steps and keeps the totals of metrics and seeds."""
-
     def __init__(
         self, context: StepContext, model: keras.Model, step: Callable[..., Any], is_training: bool
     ) -> None:
@@ -400,10 +383,7 @@ class SyncRunner(StepRunner):
 
 
 def split(batch: Any, num_workers: int) -> list[tuple[float, Any]]:
-    """Cuts a global batch into pairs of a share's part of the rows and batch.
-
-    Shares without rows are missing, unless none has any.
-    """
+    """Cuts a global batch into pairs of a share's part and its batch."""
     world = core_batches.World(rank=0, local_replicas=num_workers, replicas=num_workers)
     shares = [
         (int(part.local_rows) / int(part.global_rows), part.data)

@@ -36,8 +36,6 @@ _SHOWN = 4
 
 
 class Part(NamedTuple):
-    """A part of a step, `READ` or `SEND`, whole or of a server."""
-
     name: str
     server: str | None = None
 
@@ -86,8 +84,7 @@ class TransferTimer:
     def end_of_pulls(self, results: Sequence[tf.Tensor]) -> None:
         """Counts the time until all noted reads have arrived, and restarts for later ones.
 
-        Reads that the function's results do not need are pruned from the graph, and waiting for
-        them would execute them.
+        Reads that the results do not need are pruned; waiting for them would execute them.
         """
         needed = set(sources(results)) if self._pulled else ()
         pulled, begin = [v for v in self._pulled if v.op in needed], self._begin
@@ -158,15 +155,12 @@ current_counter: ThreadValue[TrafficCounter] = ThreadValue()
 def count(
     key: Key, logical: int | tf.Tensor, compressed: int | tf.Tensor, tensor: tf.Tensor | None = None
 ) -> None:
-    """Counts in the counter of the function being traced, if any; see `add`."""
     counter = current_counter()
     if counter is not None:
         counter.add(key, logical, compressed, tensor)
 
 
 class TrafficCounter:
-    """Traffic of one worker function at each call, recorded while it is traced."""
-
     def __init__(self) -> None:
         self._graph = ops.get_default_graph()
         self._certain: list[tuple[Any, int, int, tf.Tensor | None]] = []
@@ -183,11 +177,8 @@ class TrafficCounter:
     ) -> None:
         """Counts what the current place in the graph sends whenever it is run.
 
-        Args:
-            key: Path, direction and description of the compressor, as in `Traffic`.
-            logical: Bytes of the tensor: int, or a scalar.
-            compressed: Bytes of what is sent in its place.
-            tensor: Optional tensor of what is sent; if nothing needs it, it is not sent.
+        That is `compressed` bytes in the place of `logical` ones; if nothing needs the `tensor`, it
+        is not sent.
         """
         graph = ops.get_default_graph()
         if graph is self._graph and isinstance(logical, int) and isinstance(compressed, int):
@@ -240,7 +231,6 @@ class TrafficCounter:
         return tf.concat([*counted, tf.stack([*seconds, self.timer.began, ended])], 0)
 
     def summary(self, graph: tf.Graph) -> TrafficSummary:
-        """Costs of a call, once the function has been traced into a graph."""
         assert isinstance(graph, func_graph.FuncGraph)
         needed = with_inputs([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
 
@@ -256,13 +246,7 @@ class TrafficCounter:
 
 
 class CallCosts(NamedTuple):
-    """Costs of one call of a worker function.
-
-    Attributes:
-        traffic: List of keys and pairs of bytes.
-        parts: Dict from `Part` to seconds.
-        began, ended: Times of the call by the worker's clock.
-    """
+    """Costs of a call of a worker function, with its times by the worker's clock."""
 
     traffic: list[tuple[Key, np.ndarray]]
     parts: dict[Part, float]
@@ -271,11 +255,9 @@ class CallCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the worker has waited for servers."""
         return self.parts.get(Part(READ), 0.0) + self.parts.get(Part(SEND), 0.0)
 
     def then(self, later: CallCosts) -> CallCosts:
-        """Costs of this call and a later one together."""
         parts = {
             p: self.parts.get(p, 0.0) + later.parts.get(p, 0.0) for p in self.parts | later.parts
         }
@@ -285,10 +267,7 @@ class CallCosts(NamedTuple):
 class TrafficSummary:
     """Costs of a worker function's calls, as recorded by `TrafficCounter`.
 
-    Args:
-        certain: Dict from keys to what every call sends.
-        counted: Keys of what a call counts itself, in order: of bytes, and `Part`s.
-        timed: The `Part`s of every call, in order.
+    What every call sends is `certain`; what it counts itself, or times, is in order.
     """
 
     def __init__(
@@ -298,7 +277,6 @@ class TrafficSummary:
 
     @property
     def size(self) -> int:
-        """Length of the vector that a call returns."""
         return 2 * len(self._counted) + len(self._timed) + 2
 
     def of_call(self, counts: np.ndarray) -> CallCosts:
@@ -313,10 +291,7 @@ class TrafficSummary:
 
 
 class CountedFunction(NamedTuple):
-    """A function of a worker, beside its step, and what a call costs.
-
-    TensorFlow holds its `origin`, from which it is traced, weakly.
-    """
+    """A worker's function beside its step, and what a call costs, from its `origin`."""
 
     concrete: tf.types.experimental.ConcreteFunction
     costs: TrafficSummary
@@ -377,7 +352,6 @@ class TrafficTotals:
 
 
 def size_in_bytes(tensors: Sequence[tf.Tensor]) -> int | tf.Tensor:
-    """Bytes of some tensors: an int if all shapes are known, else a scalar."""
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     sizes = [
         (tf.size(tensor, tf.int64) if size is None else size) * tensor.dtype.size

@@ -30,12 +30,9 @@ class JoinedCalls:
     """The calls of a layer for all micro-batches, whose gradients are computed in turn.
 
     A tape by itself would compute the gradients of each layer for all micro-batches, and then those
-    of the layer before, so that no stage could begin before the one after it has ended.
-
-    Args:
-        total: Function of the list of the variables that the calls have used. It returns the list
-            of those that gradients are asked for by, and a function that makes their gradients of
-            the list of those by the others. By default they are the same.
+    of the layer before, so that no stage could begin before the one after it has ended. `total`
+    maps the variables that the calls have used to those that gradients are asked for by, and a
+    function of gradients by the former that returns those by the latter.
     """
 
     def __init__(self, total: Callable[..., Any] | None = None) -> None:
@@ -43,7 +40,6 @@ class JoinedCalls:
         self._calls: list[tuple[tf.GradientTape, list[tf.Tensor], Any]] = []
 
     def call(self, function: Callable[[], Any], inputs: Any) -> Any:
-        """Calls a function for one micro-batch, and returns its outputs."""
         given = differentiable(inputs)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(given)
@@ -52,11 +48,7 @@ class JoinedCalls:
         return outputs
 
     def join(self, join: Callable[[list[Any]], Any], sizes: list[int]) -> Any:
-        """Joins the outputs of all micro-batches.
-
-        Args:
-            join: Function of the list of all outputs, which are structures of tensors.
-        """
+        """Joins the outputs of all micro-batches."""
         with record.stop_recording():
             joined = join([outputs for _, _, outputs in self._calls])
         if any(isinstance(leaf, _COMPOSITE) for leaf in tree.flatten(joined)) and len(sizes) > 1:
@@ -109,13 +101,7 @@ def add(total: Any, gradient: Any) -> Any:
 
 
 def as_rows_of(tensor: Any, rows: Any, before: int, after: int) -> Any:
-    """Rows of a tensor that have come by themselves, with gradients by the tensor.
-
-    Args:
-        rows: Some of its rows.
-        before: How many rows it has before them.
-        after: How many it has after them.
-    """
+    """Rows of a tensor that came by themselves, with gradients by the tensor."""
     if not _has_gradient(tensor):
         return rows
     with record.stop_recording():
@@ -162,16 +148,9 @@ def call(
 
     A tape alone would leave the operations of gradients to the device on which it is asked for
     them. So what the function does is recorded as one operation, whose gradient is computed on the
-    function's own device, by its own tape.
-
-    Args:
-        forward: Context in which the function is called. It has a method `begins_with` for what it
-            is called with, and `ends_with` for the tensors that are computed last, and for those
-            that other stages may need.
-        backward: Function of no arguments that returns such a context, in which gradients are
-            computed.
-        replay: `StageReplay`, if the function is called once more for its gradients.
-        compiled: The function, compiled by XLA, if it is to be called in its place.
+    function's own device, by its own tape. `forward`, and what `backward` returns, are contexts
+    that are told what they begin with, and what they end with: the tensors computed last, and those
+    that other stages may need.
     """
     outer = differentiable((args, kwargs))
     tape: Any = tf.GradientTape(persistent=True)
@@ -222,7 +201,6 @@ def call(
 
 
 def _copied(structure: Any) -> Any:
-    """Copies of the tensors of a structure; one of a tensor that is there twice."""
     tensors = {id(leaf): leaf for leaf in tree.flatten(structure) if isinstance(leaf, tf.Tensor)}
     copies = {key: _masked_as(leaf, tf.identity(leaf)) for key, leaf in tensors.items()}
     return tree.map_structure(lambda leaf: copies.get(id(leaf), leaf), structure)
@@ -238,8 +216,8 @@ def _masked_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 class _CallGradients:
     """Context of a call that no tape records, with the methods of one.
 
-    Where several tapes record a call that is compiled, TensorFlow prepares for gradients of
-    gradients: the function would compute its own gradients, too, each time that it is called.
+    Where several tapes record a compiled call, TensorFlow prepares for gradients of gradients: the
+    function would compute its own gradients, too, each time that it is called.
     """
 
     def __init__(self, variables: Sequence[tf.Variable]) -> None:
@@ -260,17 +238,12 @@ class _CallGradients:
         """Does nothing: gradients by all arguments can be computed."""
 
     def watched_variables(self) -> Sequence[tf.Variable]:
-        """The trainable variables that the function reads."""
         return self._variables
 
     def gradient(
         self, outputs: Sequence[tf.Tensor], sources: Sequence[Any], output_gradients: Sequence[Any]
     ) -> list[Any]:
-        """Gradients of the call by its arguments, which nothing but the call uses.
-
-        Args:
-            output_gradients: Gradients by the outputs, or None.
-        """
+        """Gradients of the call by its arguments, which nothing but the call uses."""
         pairs = [(out, grad) for out, grad in zip(outputs, output_gradients) if grad is not None]
         if not pairs or not sources:
             return [None] * len(sources)
@@ -294,11 +267,7 @@ class _CallGradients:
 
 @dataclasses.dataclass
 class BackwardOperations:
-    """Operations of a worker's backward pass for one micro-batch.
-
-    Attributes:
-        of_inputs: For each layer, in the order of the trace, the gradients by its inputs.
-    """
+    """Operations of a worker's backward pass for a micro-batch, in the trace's order."""
 
     operations: list[tf.Operation] = dataclasses.field(default_factory=list)
     of_inputs: list[list[tf.Tensor]] = dataclasses.field(default_factory=list)
@@ -310,11 +279,7 @@ class BackwardOperations:
 
 
 def delay(turns: Iterable[BackwardOperations]) -> None:
-    """Lets gradients by weights begin when all gradients by inputs of their turn are there.
-
-    Args:
-        turns: For each worker and micro-batch, its operations, all of one graph.
-    """
+    """Lets gradients by weights begin when a turn's gradients by inputs are there."""
     for turn in turns:
         inside = set(turn.operations)
         last = _last(turn, inside)
@@ -356,13 +321,7 @@ _CONTROL_FLOW = ("While", "If", "Case", "Assert")
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a layer.
-
-    Attributes:
-        context: Keras's context of the call, which has `training`.
-        seeds: What its seed generators have given.
-        outputs: Those of its outputs that have gradients, as other layers were given them.
-    """
+    """One call of a layer, in Keras's context, with its seeds."""
 
     layer: keras.Layer
     function: Callable[..., Any]
@@ -374,8 +333,6 @@ class _Call:
 
 
 class StageReplay:
-    """The calls of a stage's layers for one micro-batch."""
-
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         # What replaces outputs and other inputs, by their ids; and results of calls by theirs.
@@ -388,7 +345,6 @@ class StageReplay:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a layer is called once more just now."""
         return self._seeds is not None
 
     def call(
@@ -412,14 +368,7 @@ class StageReplay:
         return outputs
 
     def note_outputs(self, outside: list[tf.Tensor]) -> Any:
-        """Notes the outputs of the last call.
-
-        Args:
-            outside: What other layers are given in the place of those that have gradients.
-
-        Returns:
-            What `again` is to be given; None if the call cannot be repeated.
-        """
+        """Notes the last call's outputs; returns the call, if it can be repeated."""
         if self._last is not None:
             self._last.outputs = outside
             self._calls.append(self._last)
@@ -437,14 +386,7 @@ class StageReplay:
     def again(
         self, call: Any, gradients: list[tf.Tensor]
     ) -> tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]:
-        """Calls all layers of the stage once more, when the first gradients are there.
-
-        Args:
-            gradients: Gradients by outputs of the call.
-
-        Returns:
-            A tape of the call, its outputs that have gradients, and its inputs, likewise.
-        """
+        """Calls the stage's layers once more; returns a tape, outputs and inputs."""
         if not self._results:
             with tf.control_dependencies([one for one in gradients if one is not None]):
                 for one in self._calls:
@@ -466,7 +408,6 @@ class StageReplay:
         self._results[id(call)] = tape, inside, inputs
 
     def _input(self, leaf: Any) -> Any:
-        """Returns the recomputed tensor for `leaf`, or `leaf` itself."""
         if not isinstance(leaf, tf.Tensor):
             return leaf
         if id(leaf) not in self._found:
@@ -494,10 +435,7 @@ def _as_before(call: _Call) -> Iterator[None]:
 
 
 def _can_be_repeated(layer: keras.Layer, graph: tf.Graph, operations: list[tf.Operation]) -> bool:
-    """Whether a layer's call can be repeated.
-
-    It changes no state but that which `StageReplay` handles.
-    """
+    """Whether a call changes no state but that which `StageReplay` handles."""
     layers = list(layer._flatten_layers())
     states = [generator.state for one in layers for generator in one._seed_generators]
     for one in layers:

@@ -1,4 +1,4 @@
-"""The objects that a strategy's steps are made with, and the times of these by task.
+"""The objects that a strategy's steps are made with, and their times by task.
 
 chief    read ─┬─ call ──────────────────────────────────┬─ callbacks
 stage          └─ work ─ link ─ wait for other stages ───┘
@@ -36,11 +36,8 @@ from keras_psplus.tf_internals import framework_ops as ops
 class Segment:
     """Calls of an action's layers, each with the results of those before.
 
-    Attributes:
-        given: Tensors that the first of them begins with.
-        after: Actions that it waits for.
-        sent: Tensors that other stages may need.
-        ends: Tensors that are computed last.
+    The first begins with the tensors `given`, after the actions `after`; other stages may need
+    `sent`; `ends` are computed last.
     """
 
     action: Action
@@ -51,12 +48,9 @@ class Segment:
 
 
 class StageClock:
-    """Clock of one traced step.
+    """Clock of one traced step, whose `number` tells it from those of other traces.
 
     Each call of the step returns the moments of all workers, in one tensor of the chief.
-
-    Args:
-        number: Number that tells the clock from those of other traces.
     """
 
     def __init__(self, number: int, devices: list[str], host: str) -> None:
@@ -67,11 +61,7 @@ class StageClock:
         self._made: list[dict[str, Segment]] = [{} for _ in devices]
 
     def begin(self, worker: int, action: Action, given: Any) -> Segment | None:
-        """Notes the tensors that layers of an action begin with.
-
-        Returns:
-            The `Segment` that they belong to; None in a branch or a loop.
-        """
+        """Notes tensors that an action's layers begin with; None in a branch or a loop."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             return None
         made = self._made[worker]
@@ -96,9 +86,7 @@ class StageClock:
     def moments(self, run: Collection[tf.Operation]) -> tf.Tensor | None:
         """A vector of all moments, or None if there are none.
 
-        Args:
-            run: The operations that are run. What is computed for nobody is not waited for, such as
-                gradients by the batch.
+        What is not `run`, such as gradients by the batch, is not waited for.
         """
         parts = []
         for worker, device in enumerate(self._devices):
@@ -161,11 +149,7 @@ _CHIEF = task_name("chief", 0)
 
 
 class StageTimes:
-    """Seconds of training steps by task, for the chief's progress.
-
-    Args:
-        measures: Whether stages are workers; devices of one process are not timed.
-    """
+    """Seconds of training steps by task, for the chief's progress; of workers only."""
 
     def __init__(self, progress: Progress, stages: Stages, host: str, measures: bool) -> None:
         self._stages, self._host, self._measures = stages, host, measures
@@ -184,7 +168,6 @@ class StageTimes:
         self._returned = 0.0
 
     def times(self) -> dict[str, StepTimes]:
-        """Dict from tasks to the `StepTimes` of the steps that are done."""
         with self._lock:
             found = {_CHIEF: self._chief} if self._chief.steps else {}
             for worker, (steps, work, link) in self._of_workers.items():
@@ -196,7 +179,6 @@ class StageTimes:
             return found
 
     def clock(self) -> StageClock | None:
-        """A clock for a step that is being traced, whose present call does not count."""
         if not self._measures:
             return None
         self._is_tracing = True
@@ -226,7 +208,6 @@ class StageTimes:
                 self._recorder.add(_CHIEF, [*spans, trace.Span(trace.WAIT, arrived, now)])
 
     def note_moments(self, moments: tf.Tensor | None) -> None:
-        """Adds what the clock of a step has returned."""
         if moments is None or self._is_tracing:
             return
         number, *_ = read = moments.numpy().tolist()
@@ -240,7 +221,6 @@ class StageTimes:
                     self._of_workers[worker] = steps + 1, before[0] + work, before[1] + link
 
     def _record(self, first: int, stages: list[list[schedule.Interval]]) -> None:
-        """Adds what the stages of a pipeline have done in a step to the trace."""
         names = [task_name("worker", first + stage) for stage in range(len(stages))]
         if self._recorder is None or not self._recorder.wants(names[0]):
             return
@@ -257,8 +237,6 @@ def _traced(one: schedule.Interval) -> trace.Span:
 
 
 class UnderWay(Protocol):
-    """Training steps that have begun and not ended."""
-
     def finish(self) -> Any:
         """Ends them; returns the logs of the last one."""
 
@@ -268,15 +246,7 @@ class UnderWay(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class PipelineContext:
-    """The objects of a `PipelineStrategy` that its steps are made with.
-
-    Parts take this, or what they use of it, instead of the strategy, which makes all of them.
-
-    Attributes:
-        copies: Copies of weights, with several pipelines.
-        times: Seconds of steps by task.
-        under_way: Training steps that have begun and not ended, or None.
-    """
+    """The objects of a `PipelineStrategy` that its steps are made with."""
 
     stages: Stages
     splitter: Splitter
@@ -289,15 +259,14 @@ class PipelineContext:
     _has_written: bool = False
 
     def finish_writes(self) -> None:
-        """Waits until the workers have done what was written to their variables.
+        """Waits, before a step, until workers have done what was written to variables.
 
-        To be called before a step. A chief sends eager operations and goes on, and nothing orders
-        them before the parts of a function that runs on the same worker.
+        A chief sends eager operations and goes on, and nothing orders them before the parts of a
+        function that runs on the same worker.
         """
         if self._has_written:
             self._has_written = False
             tf_context.context().sync_executors()
 
     def note_written(self) -> None:
-        """Notes that variables were given values outside of steps."""
         self._has_written = True

@@ -39,12 +39,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class TensorForm:
-    """The form of a tensor.
-
-    Attributes:
-        shape: Tuple of its dimensions, None for those that are not known.
-        has_gradient: Whether a gradient by it is needed in training: not by the batch itself.
-    """
+    """The form of a tensor; a batch's own needs no gradient."""
 
     shape: tuple[int | None, ...]
     dtype: str
@@ -54,26 +49,14 @@ class TensorForm:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer.
-
-    Attributes:
-        args: Its arguments, with a `TensorForm` in the place of each tensor.
-    """
+    """One call of a layer, with a `TensorForm` in the place of each tensor."""
 
     args: Any
     kwargs: Any
     rows: int
 
     def make(self, rows: int, draw: Callable[..., tf.Tensor]) -> tuple[Any, Any, list[tf.Tensor]]:
-        """Makes arguments for a call.
-
-        Args:
-            draw: Function of a shape and a dtype that returns a tensor.
-
-        Returns:
-            The arguments, the keyword arguments, and those of their tensors whose gradients are
-            needed.
-        """
+        """Draws a call's arguments; returns them, and those whose gradients are needed."""
         sources = []
 
         def one(leaf: Any) -> Any:
@@ -101,15 +84,7 @@ class LayerCall:
 def record_call(
     args: Any, kwargs: Any, rows: int, is_given: Callable[[Any], bool]
 ) -> LayerCall | None:
-    """Notes a call.
-
-    Args:
-        is_given: Function of a tensor that tells whether it is a part of the batch.
-
-    Returns:
-        A `LayerCall`; None if the layer was called with something else than dense tensors of a
-        known rank, numbers and texts.
-    """
+    """Notes a call; None if it was given more than dense tensors, numbers and texts."""
     leaves = tree.flatten((args, kwargs))
     if not all(isinstance(leaf, _PLAIN) or _has_form(leaf) for leaf in leaves):
         return None
@@ -153,16 +128,12 @@ LOOPS = ("While", "StatelessWhile")
 
 
 def body_of(loop: tf.Operation) -> Iterator[tf.Operation]:
-    """The operations of a loop's body, if it is known."""
     body = loop.graph._get_function(loop.get_attr("body").name)
     yield from body.graph.get_operations() if body else ()
 
 
 def steps_of(loop: tf.Operation) -> int:
-    """Estimated number of a loop's iterations.
-
-    As a rule, a loop collects a row of a tensor in each of them.
-    """
+    """Estimated iterations of a loop, which as a rule collects a row in each."""
     return max((t.shape[0] or 1 for t in loop.outputs if t.shape.rank), default=1)
 
 
@@ -174,7 +145,6 @@ def elements(tensor: tf.Tensor) -> int:
 
 
 def size_of(tensor: tf.Tensor) -> int:
-    """Bytes of a tensor; a dimension that is not known counts as 1."""
     return elements(tensor) * max(1, tensor.dtype.size)
 
 
@@ -192,14 +162,9 @@ _NEED_OUTPUTS = frozenset(
 def kept(
     operations: Iterable[tf.Operation], of_batch: set[int]
 ) -> dict[int, tuple[tf.Tensor, int]]:
-    """The tensors that the gradients of some operations need.
+    """Tensors, by their ids, that the gradients of some operations need, and their bytes.
 
-    Args:
-        of_batch: Ids of the tensors that are computed of the batch. Others, as weights, are there
-            in any case.
-
-    Returns:
-        Dict from the ids of tensors to pairs of a tensor and its bytes.
+    What is not computed `of_batch`, as weights, is there in any case.
     """
     found = {}
     for op in operations:
@@ -225,13 +190,9 @@ _ROWS = 32
 class LayerCost:
     """One layer, in the order of the first calls.
 
-    Attributes:
-        flops: Floating-point operations of its calls for one row, forward.
-        tensors: List of pairs: bytes of a tensor that it returns, for one row; and the numbers
-            of the layers that use the tensor.
-        kept: Bytes of what its backward pass needs, for one row.
-        calls: With what it was called: a list of `LayerCall`, None for a call that
-            cannot be repeated.
+    `flops`, forward, and the bytes `kept` for the backward pass are for one row, as those of the
+    `tensors` that it returns, beside the numbers of the layers that use each. `calls` has None for
+    one that cannot be repeated.
     """
 
     layer: Any
@@ -246,7 +207,6 @@ class LayerCost:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the layer's variables."""
         return _bytes_of(self.layer.variables)
 
     @property
@@ -257,11 +217,8 @@ class LayerCost:
 class Recorder(ReplicaStep):
     """Context of a trace that notes which layer has made which operations.
 
-    A step that is traced in it computes no gradients and updates nothing.
-
-    Attributes:
-        calls: List of a layer, the operations of one of its calls, and with what it was called.
-        applied: List of pairs: an optimizer that the step has called, and its variables.
+    A step that is traced in it computes no gradients and updates nothing. `applied` has pairs of an
+    optimizer that the step has called and its variables.
     """
 
     has_batch_fraction = False
@@ -294,7 +251,6 @@ class Recorder(ReplicaStep):
         return hasattr(tensor, "numpy") or tensor.op in (self._given or ())
 
     def gradient(self, sources: Any) -> Any:
-        """Placeholders of gradients by some sources."""
         return tree.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
 
@@ -304,12 +260,6 @@ def is_cut(layer: keras.Layer) -> bool:
 
 
 class ModelCosts(NamedTuple):
-    """Costs of a model's layers.
-
-    Attributes:
-        layers: List of `LayerCost`, in the order of the first calls.
-    """
-
     layers: list[LayerCost]
     has_masks: bool
     applied: list[Any]
@@ -318,12 +268,7 @@ class ModelCosts(NamedTuple):
 def of_layers(
     engine: Engine, model: keras.Model, spec: Any, step: Callable[[Any], Any] | None = None
 ) -> ModelCosts:
-    """Costs of a model's layers.
-
-    Args:
-        spec: Structure of what the model is called with: something with a shape and a dtype.
-        step: A step of the model's own, called in its place with a batch that `spec` describes.
-    """
+    """Costs of a model's layers, called by `spec` or a step of its own."""
     recorder = Recorder(engine)
     specs = tree.map_structure(_with_rows, spec)
     masks: list[tf.Tensor | None] = []
@@ -392,10 +337,7 @@ def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
 
 
 def _of_batch(graph: tf.Graph) -> set[int]:
-    """Ids of the tensors that depend on the batch.
-
-    Others are computed from weights and constants alone.
-    """
+    """Ids of tensors that depend on the batch, not on weights and constants alone."""
     captured = {id(inside) for _, inside in graph.captures}
     found = {id(tensor) for tensor in graph.inputs if id(tensor) not in captured}
     for op in graph.get_operations():
@@ -451,12 +393,9 @@ class Memory:
 def memory_of_stage(
     costs: Sequence[LayerCost], rows: float, slots: int | None, received: float
 ) -> Memory:
-    """Memory of a stage that consists of some layers.
+    """Memory of a stage of some layers, with `slots` if they are trained.
 
-    Args:
-        rows: Rows of the micro-batches whose activations are kept at once.
-        slots: The optimizer's slots for each variable; None for layers that are not trained.
-        received: Bytes per row that are received from other stages.
+    Activations of so many `rows` are kept at once; `received` bytes a row come from other stages.
     """
     weights = sum(cost.bytes for cost in costs)
     if slots is None:
@@ -467,12 +406,7 @@ def memory_of_stage(
 
 
 class MemoryOfParts:
-    """Memory of contiguous parts of a model's layers, each in constant time.
-
-    Args:
-        costs: The layers' costs, in the order of their calls.
-        rows: For each stage, the rows of the micro-batches whose activations are kept at once.
-    """
+    """Memory of contiguous parts of a model's layers, each in constant time."""
 
     def __init__(
         self, costs: Sequence[LayerCost], rows: Sequence[float], slots: int | None
@@ -485,7 +419,6 @@ class MemoryOfParts:
         self._received = [_sums(one) for one in self._received_by(costs, slots is not None)]
 
     def __call__(self, stage: int, first: int, end: int) -> float:
-        """Bytes that a stage needs for the layers from `first` to one before `end`."""
         kept = self._kept[end] - self._kept[first]
         received = self._received[first][end] - self._received[first][first]
         return self._fixed[end] - self._fixed[first] + self._rows[stage] * (kept + received)

@@ -49,7 +49,6 @@ _OF_TASKS = (
 
 @contextlib.contextmanager
 def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Adds the lost stage's name to TensorFlow's error."""
     try:
         yield
     except _OF_TASKS as error:
@@ -70,7 +69,6 @@ def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
 
 
 def lost(strategy: tf.distribute.Strategy, number: int, received: str) -> StageLostError:
-    """The error that names a stage, its worker and its layers."""
     address = strategy.task.cluster["worker"][number]
     stage = number % strategy.num_stages
     layers = "none yet" if strategy.plan is None else strategy.plan.stages[stage].described
@@ -95,8 +93,6 @@ _LOOK_SECONDS = 1.0
 
 
 class StallProbe(stalls.StallProbe):
-    """Probe of `stalls.Inspector` on the chief."""
-
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__("chief-0", strategy.progress)
         self._strategy = weakref.ref(strategy)
@@ -116,8 +112,7 @@ class StallProbe(stalls.StallProbe):
 class Watch:
     """Watchdog that ends the job when a worker does not respond for a while.
 
-    A worker that hangs ends no call, so TensorFlow reports no error. The keepalive of its control
-    channel finds that out.
+    A worker that hangs ends no call; the keepalive of its control channel finds that out.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:
@@ -142,7 +137,6 @@ class Watch:
 
 
 def addresses(strategy: tf.distribute.Strategy) -> dict[str, str]:
-    """Addresses of the workers, by their names."""
     if strategy is None or strategy.task is None:
         return {}
     return {f"worker-{i}": a for i, a in enumerate(strategy.task.cluster["worker"])}
@@ -170,8 +164,6 @@ class _NothingKept(WorkerState):
 
 
 class PipelineEngine(DistributedEngine):
-    """Engine of a chief that traces steps over the devices of all stages."""
-
     can_run_eagerly = False
     exports_copies = True
 
@@ -202,7 +194,6 @@ class PipelineEngine(DistributedEngine):
         return super()._end_steps(event)
 
     def _settle_for(self, variable: Any) -> None:
-        """Ends the steps that may change a variable."""
         steps = self.context.under_way
         if steps is not None and tf.executing_eagerly() and steps.has(variable):
             self.settle()

@@ -45,18 +45,13 @@ def _has_rank(leaf: Any) -> bool:
 
 
 def bounds(rows: int, count: int) -> list[tuple[int, int]]:
-    """First and one past the last row of each micro-batch; none is empty.
-
-    Args:
-        count: Number of micro-batches; of a batch of fewer rows, there are as many as it has rows.
-    """
+    """First and one past the last row of each micro-batch; none is empty."""
     count = max(1, min(rows, count))
     edges = [-(-i * rows // count) for i in range(count + 1)]
     return list(zip(edges, edges[1:]))
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether something is a tensor that can be cut by rows."""
     return is_tensor(leaf) and bool(leaf.shape.rank)
 
 
@@ -66,10 +61,7 @@ def rows_of(structure: Any) -> int | None:
 
 
 def with_unknown_rows(leaf: Any) -> Any:
-    """Clears the static number of rows of a tensor; returns other leaves unchanged.
-
-    Keras weights some means by rows where their number is known, and by batches where it is not.
-    """
+    """Clears the static number of a tensor's rows, by which Keras weights some means."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
         return leaf
     shape = [None, *leaf.shape[1:]]
@@ -103,10 +95,7 @@ def take(
 ) -> Any:
     """Slices a micro-batch from a structure: tensors with the batch's rows are cut.
 
-    Args:
-        end: One past its last row.
-        rows_of_leaf: Function of a tensor that returns its number of rows, or None.
-        parts: Dict from ids of tensors to the micro-batch's known parts of them.
+    `parts` has, by ids of tensors, the micro-batch's parts of them that are known.
     """
 
     def part(leaf: Any) -> Any:
@@ -123,11 +112,7 @@ def take(
 
 
 def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
-    """Joins what the calls of a layer have returned.
-
-    Raises:
-        ValueError: If an output has no row for each row of its micro-batch.
-    """
+    """Joins what the calls of a layer have returned, row by row."""
     if len(parts) == 1:
         return parts[0]
 
@@ -153,12 +138,9 @@ def join(name: str, parts: list[Any], sizes: Sequence[int]) -> Any:
 def join_losses(
     layers: list[keras.Layer], found: list[list[list[tf.Tensor]]], sizes: Sequence[int]
 ) -> None:
-    """Gives layers the losses of the batch, of those that they have added for micro-batches.
+    """Gives layers the losses of the batch, of those added for micro-batches.
 
     A loss is a mean over rows, as everywhere in Keras, and counts by the rows of its micro-batch.
-
-    Args:
-        found: For each micro-batch, a list of the losses of each layer.
     """
     rows = sum(sizes)
     for i, layer in enumerate(layers):
@@ -174,7 +156,6 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def concat(leaves: Sequence[Any]) -> Any:
-    """Joins tensors of one kind by rows."""
     if len(leaves) == 1:
         return leaves[0]
     if isinstance(leaves[0], tf.SparseTensor):
@@ -183,12 +164,7 @@ def concat(leaves: Sequence[Any]) -> Any:
 
 
 class CutBatch(NamedTuple):
-    """A batch that is cut.
-
-    Attributes:
-        leaves: For each tensor of the batch, a tuple of one tensor for each pipeline: the rows of
-            its micro-batches. What has no rows is there as it is.
-    """
+    """A cut batch: of each tensor with rows, a tuple of each pipeline's micro-batches."""
 
     rows: int
     leaves: list[Any]
@@ -203,14 +179,7 @@ class PartNotes(Protocol):
 
 
 def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
-    """Cuts a batch, where it is.
-
-    Args:
-        pipelines: Number of pipelines. Micro-batch `i` belongs to pipeline `i % pipelines`.
-
-    Returns:
-        `CutBatch`; None if the number of rows is not known.
-    """
+    """Cuts a batch, where it is; micro-batch `i` belongs to pipeline `i % pipelines`."""
     rows = rows_of(batch)
     if rows is None:
         return None
@@ -228,9 +197,7 @@ def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
 def join_batch(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> Any:
     """The batch again, in a function that is being traced.
 
-    Args:
-        step: `PipelineStep`, which is told about the micro-batches: what only these need of a
-            tensor is not sent from pipeline to pipeline.
+    The step is told about the micro-batches: what only these need is not sent between pipelines.
     """
     places = bounds(parts.rows, count)
 
@@ -296,15 +263,6 @@ def _is_mean_of_rows(loss: Any) -> bool:
 
 
 def step_of(model: keras.Model) -> Callable[[Any], Any]:
-    """The train step of a model.
-
-    Args:
-        model: Keras model for which `why_not_divided` is None.
-
-    Returns:
-        Function of a batch that returns logs. It is called in a `PipelineStep`.
-    """
-
     def train_step(data: Any) -> Any:
         step: Any = current_step()
         x, y, sample_weight = unpack_x_y_sample_weight(data)

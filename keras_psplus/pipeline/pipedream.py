@@ -48,12 +48,7 @@ _CHANGES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
 
 
 def state_operations(graph: tf.Graph, weights: Collection[int]) -> dict[str, list[tf.Operation]]:
-    """Operations on variables that a graph changes, by their devices.
-
-    Args:
-        graph: Graph of a function, all of whose operations have devices.
-        weights: Ids of the handles of variables that are left out.
-    """
+    """Operations on variables that a graph changes, without weights, by device."""
     found: dict[str, list[tf.Operation]] = {}
     for outside, inside in graph.captures:
         if inside.dtype != tf.resource or id(outside) in weights:
@@ -66,11 +61,6 @@ def state_operations(graph: tf.Graph, weights: Collection[int]) -> dict[str, lis
 
 
 def changed_weights(graph: tf.Graph, weights: Collection[int]) -> list[int]:
-    """Those of some variables that a graph changes.
-
-    Args:
-        weights: Ids of the variables' handles.
-    """
     return [
         id(outside)
         for outside, inside in graph.captures
@@ -81,9 +71,8 @@ def changed_weights(graph: tf.Graph, weights: Collection[int]) -> list[int]:
 class Tokens:
     """A token for each device, which goes from call to call.
 
-    A call takes it before its first operation on the device's state and hands it on after the last.
-    It goes through two queues in turn, so that the call after the next cannot be the first to take
-    it.
+    A call takes it before its first operation on the device's state and hands it on after the last,
+    through two queues in turn, so that the call after the next cannot be the first to take it.
     """
 
     def __init__(self) -> None:
@@ -94,11 +83,7 @@ class Tokens:
         self._first_queues: list[tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]] = []
 
     def chain(self, operations: dict[str, list[tf.Operation]]) -> None:
-        """Orders operations of a graph being traced after those of the previous call.
-
-        Args:
-            operations: As `state_operations` returns them.
-        """
+        """Orders operations of a graph being traced after those of the previous call."""
         for device, of_device in operations.items():
             if device not in self._captured:
                 self._first_queues.append(_make_queues(device))
@@ -113,11 +98,7 @@ class Tokens:
                     given_to.enqueue(token)
 
     def handles(self, turn: int) -> dict[int, tf.Tensor]:
-        """Queues of a call, by the ids of the captured handles that they replace.
-
-        Args:
-            turn: Number of the call, from 0; consecutive ones run at the same time.
-        """
+        """Queues of a call, numbered from 0, by the captured handles that they replace."""
         return {
             handle: self._queues[device][(i + turn) % 2].queue_ref
             for device, handles in self._captured.items()
@@ -125,10 +106,7 @@ class Tokens:
         }
 
     def reset(self) -> None:
-        """Gives the tokens to the next call, which is to have number 0.
-
-        Calls that wait for a token end with an error.
-        """
+        """Gives the tokens to the next call, number 0; calls that wait for one fail."""
         for device, pair in self._queues.items():
             for queue in pair:
                 queue.close(cancel_pending_enqueues=True)
@@ -136,7 +114,6 @@ class Tokens:
 
 
 def _make_queues(device: str) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
-    """Two queues, of which the first has the token."""
     with tf.init_scope(), tf.device(host_of(device)):
         pair = tuple(tf.queue.FIFOQueue(1, [tf.int32], [[]]) for _ in range(2))
         pair[0].enqueue(0)
@@ -144,10 +121,7 @@ def _make_queues(device: str) -> tuple[tf.queue.FIFOQueue, tf.queue.FIFOQueue]:
 
 
 def keep_results_where_they_are(graph: tf.Graph) -> None:
-    """Has operations that are still to be added run where their inputs are.
-
-    TensorFlow adds one for each result of a function, which would send it to the chief.
-    """
+    """Has operations that TensorFlow adds for results run where their inputs are."""
 
     def device_of_inputs(op: tf.Operation) -> str:
         return op.device or next((tensor.device for tensor in op.inputs if tensor.device), "")
@@ -162,10 +136,10 @@ _SECONDS_TO_END = 10
 
 
 class _WeightVersions:
-    """Two versions of weights, for two batches in flight: copies on the devices of variables.
+    """Copies of weights on their devices, for two batches in flight.
 
-    TensorFlow shares the memory of a copy with its variable until that is changed, so there are two
-    versions of dense weights in memory, not three.
+    TensorFlow shares a copy's memory with its variable until that is changed: dense weights have
+    two versions in memory, not three.
     """
 
     def __init__(
@@ -190,18 +164,13 @@ class _WeightVersions:
         return {id(v._value.handle): copy.handle for v, copy in zip(self.variables, copies)}
 
     def assign(self, turn: int) -> None:
-        """Makes the version for a call of what the variables are now."""
         for variable, copy in zip(self.variables, self._copies[turn % 2]):
             with tf.device(variable._value.device):
                 copy.assign(variable._value.read_value())
 
 
 class _Gradients(Functions):
-    """A train step whose gradients are results, in the place of updates.
-
-    Attributes:
-        update: What the train step traced last has asked of its optimizer, or None.
-    """
+    """A train step whose gradients are results, in the place of the last `update`."""
 
     _counts = True
 
@@ -244,11 +213,7 @@ class _Gradients(Functions):
 
 
 class PipeDreamFunction:
-    """Train function of `fit`, which starts a step and finishes the one before the last.
-
-    Args:
-        divides: Whether losses and gradients are computed micro-batch by micro-batch.
-    """
+    """Train function of `fit`, which starts a step and finishes the one before the last."""
 
     def __init__(
         self, engine: DistributedEngine, context: PipelineContext, model: keras.Model, divides: bool
@@ -284,7 +249,6 @@ class PipeDreamFunction:
         return self._logs
 
     def finish(self) -> Any:
-        """Ends the steps that are under way; returns the logs of the last one."""
         self._progress.begin("training step")
         try:
             while self._under_way:
@@ -298,10 +262,7 @@ class PipeDreamFunction:
         return self._logs
 
     def has(self, variable: keras.Variable) -> bool:
-        """Whether a variable is one that steps may read or change.
-
-        That is one of the model, its metrics or its optimizers.
-        """
+        """Whether a variable is of the model, its metrics or its optimizers."""
         owners = (self._model, *self._model.metrics, *optimizers_of(self._model).values())
         return any(variable is one for owner in owners for one in owner.variables)
 

@@ -22,20 +22,9 @@ from keras_psplus.pipeline.schedule import ONE_F_ONE_B, PIPEDREAM, Actions
 def contiguous_parts(
     count: int, parts: int, cost: Callable[[int, int, int], float]
 ) -> list[tuple[int, int]]:
-    """Partition that minimizes the cost of its most expensive part.
+    """Partition `[first, end)` that minimizes the cost of its most expensive part.
 
-    Args:
-        parts: Number of parts, none of which is empty; at most `count`.
-        cost: Function of the number of a part, its first element and one past its last.
-
-    Returns:
-        List of parts, as pairs `[first, end)`.
-
-    Example:
-
-    ```python
-    contiguous_parts(4, 2, summed([4, 1, 1, 4]))  # [(0, 2), (2, 4)]
-    ```
+    `cost` is of the number of a part, its first element and one past its last.
     """
     # best[k][j]: the smallest largest cost of the first j elements in k parts, and the last cut.
     best = [[(0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
@@ -55,13 +44,11 @@ def contiguous_parts(
 
 
 def summed(costs: Sequence[float]) -> Callable[[int, int, int], float]:
-    """Cost function for `contiguous_parts` of parts that cost the sum of their elements."""
     sums = [0.0, *itertools.accumulate(costs)]
     return lambda part, first, end: sums[end] - sums[first]
 
 
 def part_numbers(parts: list[tuple[int, int]]) -> list[int]:
-    """Number of each element's part, of a list of parts as `contiguous_parts` returns it."""
     return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
 
 
@@ -87,22 +74,8 @@ def balance(
     nothing. Else, of the cuts whose largest sum is at most 1.05 times the smallest possible, the
     one is taken that sends the fewest bytes at any place.
 
-    Args:
-        costs: List of numbers, one for each layer, in the order of the calls.
-        stages: Number of parts, none of which is empty.
-        memory: Function of the number of a part, its first element and one past its last that
-            returns its bytes; None for parts that need none.
-        sent: Function of the number of an element that returns the bytes that are sent if there is
-            a cut before it; None if they are none.
-
-    Returns:
-        List with the number of the part of each element.
-
-    Example:
-
-    ```python
-    balance([4, 1, 1, 4], 2)  # [0, 0, 1, 1]
-    ```
+    `memory` is of the number of a part, its first element and one past its last; `sent` of the
+    element that there is a cut before.
     """
     count = len(costs)
     if stages > count:
@@ -156,15 +129,7 @@ def _if(allowed: bool, cost: float) -> float:
 def by_patterns(
     names: Sequence[str], patterns: Sequence[Sequence[str]], all_fit: bool = True
 ) -> list[int]:
-    """Finds the stages of layers by patterns of their names.
-
-    Args:
-        names: The layers' names, in the order of the calls.
-        patterns: For each stage, a list of patterns, as `fnmatch` has them.
-
-    Raises:
-        ValueError: If a layer is in no stage or in two, or a pattern fits no layer.
-    """
+    """Finds the stages of layers, each in one of them, by patterns of their names."""
     found = []
     for name in names:
         fits = [
@@ -190,11 +155,7 @@ def by_patterns(
 
 
 def with_neighbours(known: Sequence[int | None]) -> list[int]:
-    """Completes a list of stages: a layer without one is on its predecessor's.
-
-    Args:
-        known: List of the layers' stages in the order of the calls; None where it is not known.
-    """
+    """Completes a list of stages: a layer without one is on its predecessor's."""
     stage = next((one for one in known if one is not None), 0)
     found = []
     for one in known:
@@ -323,14 +284,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Conditions that a plan is made for.
-
-    Attributes:
-        orders: For each stage, its part of the schedule.
-        microbatches: Number of micro-batches of a batch that go through each pipeline.
-        slots: The optimizer's slots for each variable; None for a model that is not trained.
-        other_devices: For each stage, the names of its devices in other pipelines.
-    """
+    """Conditions that a plan is made for; each pipeline has so many micro-batches."""
 
     devices: Sequence[str]
     schedule: str
@@ -346,7 +300,6 @@ class Split:
 
     @property
     def rows_of_microbatch(self) -> int:
-        """Rows of the largest micro-batch."""
         return math.ceil(self.rows / self.microbatches)
 
     @property
@@ -366,12 +319,7 @@ def make(
     are_milliseconds: bool,
     split: Split,
 ) -> Plan:
-    """Makes a plan of the costs of layers and their stages.
-
-    Args:
-        times: What the layers take for one micro-batch.
-        are_milliseconds: Whether `times` are in milliseconds, or in no unit.
-    """
+    """Makes a plan of layers' costs, stages, and times for one micro-batch."""
     count = len(split.devices)
     forward, backward = [0.0] * count, [0.0] * count
     for stage, one in zip(stages_of, times):

@@ -19,12 +19,6 @@ def gpipe(stages: int, microbatches: int) -> list[Actions]:
 
     Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", NeurIPS 2019.
-
-    Example:
-
-    ```python
-    gpipe(2, 2)[0]  # [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
-    ```
     """
     return [[(d, i) for d in (FORWARD, BACKWARD) for i in range(microbatches)]] * stages
 
@@ -105,25 +99,8 @@ def makespan(
 
     Each stage does its actions in their order, each as soon as the stage before has sent its
     activations, or the stage after its gradients. What tensors take on their way is not counted.
-
-    Args:
-        orders: For each stage, its part of a schedule.
-        forward: For each stage, how long it takes for one micro-batch forward.
-        backward: The same backward.
-        by_inputs: The part of the backward pass after which gradients by inputs are there, for
-            which the stage before waits; gradients by weights come in the rest.
-
-    Returns:
-        Time, in the unit of the arguments.
-
-    Raises:
-        ValueError: If stages wait for each other.
-
-    Example:
-
-    ```python
-    makespan(schedule.gpipe(2, 4), [1, 1], [2, 2])  # (4 + 2 - 1) * (1 + 2) = 15
-    ```
+    Gradients by inputs, for which the stage before waits, are there after the part `by_inputs` of
+    the backward pass; those by weights come in the rest.
     """
     last = len(orders) - 1
     ends: dict[tuple[int, str, int], float] = {}
@@ -153,14 +130,7 @@ def makespan(
 
 
 def most_kept(order: Actions) -> int:
-    """Of how many micro-batches a stage keeps activations at once.
-
-    Example:
-
-    ```python
-    [most_kept(order) for order in schedule.one_f_one_b(3, 8)]  # [3, 2, 1]
-    ```
-    """
+    """Number of micro-batches whose activations a stage keeps at once."""
     kept, most = 0, 0
     for direction, _ in order:
         kept += 1 if direction == FORWARD else -1
@@ -182,12 +152,8 @@ WORK, LINK, WAIT = "work", "link", "wait"
 class Span(NamedTuple):
     """Work of a stage without a pause, by the clock of its machine.
 
-    Attributes:
-        action: Direction and number of the micro-batch.
-        arrived: When all that it begins with was there.
-        sent: When what the next stage needs was there.
-        ended: When all was done.
-        after: Actions of the stage that it waits for.
+    It has `arrived` with all that it begins with, `sent` what the next stage needs, and waits for
+    the stage's actions `after`.
     """
 
     action: Action
@@ -198,13 +164,7 @@ class Span(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Something that a stage does, by the clock of the first stage's machine.
-
-    Attributes:
-        kind: `WORK`; `LINK`, if what it waits for is on its way; or `WAIT`, if it is not.
-        action: The action that is done, or waited for.
-        began, ended: When.
-    """
+    """Work, or a wait with or without a `LINK`, by the first stage's clock."""
 
     kind: str
     action: Action
@@ -213,19 +173,7 @@ class Interval(NamedTuple):
 
 
 def work_and_links(stages: Sequence[Sequence[Interval]]) -> list[tuple[float, float]]:
-    """Adds up seconds of work, and of waiting for links, by stage.
-
-    Example:
-
-    ```python
-    first = Span(("forward", 0), arrived=0.0, sent=1.0, ended=1.0)
-    then = Span(("forward", 0), arrived=3.0, sent=4.0, ended=4.0)
-    last = Span(("forward", 1), arrived=6.5, sent=7.0, ended=7.0)
-    stages = [[first, first._replace(action=("forward", 1), sent=5.0)], [then, last]]
-    work_and_links(intervals(stages))[1]
-    # (1.5, 1.5): between 4 and 6.5 s, the second micro-batch was on its way from 5 s on
-    ```
-    """
+    """Adds up seconds of work, and of waiting for links, by stage."""
     found = []
     for each in stages:
         seconds = {kind: 0.0 for kind in (WORK, LINK, WAIT)}
@@ -236,11 +184,7 @@ def work_and_links(stages: Sequence[Sequence[Interval]]) -> list[tuple[float, fl
 
 
 def intervals(stages: Sequence[Sequence[Span]]) -> list[list[Interval]]:
-    """Computes what each stage does, from its first action to its last.
-
-    Args:
-        stages: For each stage of a pipeline, its spans in a step.
-    """
+    """Computes what each stage does, from its first action to its last."""
     sent = [_latest(spans, "sent") for spans in stages]
     clocks = _clocks(stages, sent)
     found = []
@@ -267,7 +211,6 @@ def intervals(stages: Sequence[Sequence[Span]]) -> list[list[Interval]]:
 
 
 def _latest(spans: Sequence[Span], moment: str) -> dict[Action, float]:
-    """Latest moment of each action's spans, of those that `Span` has."""
     latest: dict[Action, float] = {}
     for span in spans:
         own = getattr(span, moment)

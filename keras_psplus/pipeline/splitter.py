@@ -46,10 +46,7 @@ _EFFECTS = ("PyFunc", "EagerPyFunc", "NumpyFunc", "Print", "PrintV2")
 
 
 class CannotBeTimed(Exception):
-    """A layer cannot be timed.
-
-    It has side effects that must not be repeated, or its tensors are not all dense.
-    """
+    """A layer has effects that must not be repeated, or tensors that are not dense."""
 
 
 def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str) -> Times:
@@ -58,9 +55,6 @@ def time_layer_call(layer: keras.Layer, call: LayerCall, rows: int, device: str)
     The layer is called with tensors of the same forms in the place of its inputs and variables, so
     its variables need not be there, and are not changed. All of that is made on the device, by the
     function that is timed, and gone when it ends.
-
-    Raises:
-        CannotBeTimed: If the layer has other state than Keras variables, or effects.
     """
     both = _milliseconds(layer, call, rows, device, with_backward=True)
     forward = _milliseconds(layer, call, rows, device, with_backward=False)
@@ -96,8 +90,6 @@ def _milliseconds(
 def _repeated(
     layer: keras.Layer, call: LayerCall, rows: int, device: str, with_backward: bool
 ) -> tf.types.experimental.ConcreteFunction:
-    """A function that calls a layer some times, one after the other."""
-
     def run(repeats: tf.Tensor, seed: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         def draw(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
             if dtype.is_floating:
@@ -172,7 +164,6 @@ _FATAL = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 def is_worth_it(costs: Sequence[LayerCost], rows: int) -> bool:
-    """Whether a step of a batch takes long enough for layers to be measured."""
     return (1 + _BACKWARD) * rows * sum(cost.flops for cost in costs) >= _LEAST_FLOPS
 
 
@@ -186,10 +177,7 @@ def measured(costs: Sequence[LayerCost], rows: int, device: str) -> list[Times] 
     """Measures layers, one at a time, those with the most operations first.
 
     Layers that are alike are measured once. One that cannot be measured, or comes too late, takes
-    as long for an operation as those that were measured.
-
-    Returns:
-        List of `Times` in milliseconds for a micro-batch; None if no layer could be measured.
+    as long for an operation as those that were. The times are milliseconds for a micro-batch.
     """
     keys = [_key(cost) for cost in costs]
     deadline = time.monotonic() + _BUDGET
@@ -237,7 +225,6 @@ def _of_layer(cost: LayerCost, rows: int, device: str) -> Times:
 
 
 def _key(cost: LayerCost) -> tuple[Any, ...]:
-    """Key of a layer, equal for layers that take equally long."""
     layer = cost.layer
     try:
         config = json.dumps(_without_names(layer.get_config()), sort_keys=True, default=str)
@@ -260,8 +247,7 @@ def _without_names(config: Any) -> Any:
 def _isolated_global_state() -> Iterator[None]:
     """Context after which seeds and the counters of names are what they were.
 
-    A layer may make layers, or draw numbers of a generator that is made then, in its `call`. What
-    the script makes after this has the names and first values that it has without.
+    A layer may make layers, or draw numbers of a generator made then, in its `call`.
     """
     generator = global_state.get_global_attribute(_SEED_GENERATOR)
     names = global_state.get_global_attribute(_NAMES)
@@ -278,8 +264,6 @@ def _isolated_global_state() -> Iterator[None]:
 
 
 class Variables:
-    """Makes and moves the variables of one strategy."""
-
     def __init__(self, strategy: tf.distribute.Strategy, stages: Stages, copies: Copies) -> None:
         self._strategy: Callable[[], tf.distribute.Strategy] = weakref.ref(strategy)
         self._stages, self._copies = stages, copies
@@ -311,7 +295,6 @@ class Variables:
         return making_on(self._strategy(), variable._value.device)
 
     def ensure(self, variable: keras.Variable) -> None:
-        """Makes a variable that is not made yet."""
         if variable._value is None and variable._initializer is not None:
             self.put(variable, self._emptiest())
 
@@ -400,21 +383,13 @@ _ROWS = 32
 
 
 def _own_step(model: keras.Model, name: str) -> Callable[..., Any] | None:
-    """A model's train or predict step, if it is not Keras's.
-
-    Its `call` may take something else than the batch.
-    """
+    """A model's own train or predict step, whose `call` may take more than the batch."""
     is_own = getattr(type(model), name) is not getattr(TensorFlowTrainer, name)
     return model._autoconvert_optionals(getattr(model, name)) if is_own else None
 
 
 class Splitter:
-    """Splits the models of one strategy.
-
-    Args:
-        patterns: For each stage, a list of patterns of layers' names; None for none.
-        measures: Whether layers are measured, or their floating-point operations counted.
-    """
+    """Splits the models of one strategy, by patterns, measured times, or operations."""
 
     def __init__(
         self,
@@ -440,15 +415,7 @@ class Splitter:
         trains: bool,
         batch_rows: int | None = None,
     ) -> None:
-        """Puts a model's layers and variables on stages, once.
-
-        Args:
-            trains: Whether it is to be trained, for which no stage may be without layers.
-            batch_rows: Rows of a batch, where `batch_spec` does not tell.
-
-        Raises:
-            ValueError: If there are fewer layers than stages, or patterns do not fit.
-        """
+        """Puts a model's layers and variables on stages, once; to train, none is empty."""
         if model in self._plans:
             return
         strategy = engine.strategy
@@ -514,7 +481,6 @@ class Splitter:
     def _stages_of(
         self, found: Sequence[LayerCost], times: Sequence[Times], split: plan.Split, trains: bool
     ) -> list[int]:
-        """The stages of a model's layers, by their costs in the order of their calls."""
         names = [cost.layer.name for cost in found]
         known = [self._stages.of(cost.layer) for cost in found]
         placed = [number for number in known if number is not None]

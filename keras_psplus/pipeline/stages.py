@@ -56,16 +56,9 @@ def stage(number: int) -> Iterator[None]:
 
 
 class Stages:
-    """The stages of one strategy.
+    """The stages of one strategy, on the devices of one pipeline after the other.
 
-    Args:
-        devices: Names of the workers' devices: those of the first pipeline's stages, then those of
-            the second's.
-        pipelines: Number of pipelines, each of which has all stages.
-
-    Attributes:
-        devices: Names of the devices of the first pipeline's stages.
-        all_devices: As the argument `devices`.
+    `devices` are those of the first pipeline's stages, `all_devices` those of all.
     """
 
     def __init__(self, devices: Sequence[str], pipelines: int = 1) -> None:
@@ -74,7 +67,6 @@ class Stages:
         self._of_layers: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
 
     def note_made(self, layer: keras.Layer) -> None:
-        """Assigns a layer under construction to the stage of the `stage` context."""
         number = _given.get()
         if number is not None:
             self._of_layers[layer] = number
@@ -89,7 +81,6 @@ class Stages:
         return self.all_devices[pipeline * len(self.devices) + number]
 
     def others_of(self, number: int) -> tuple[str, ...]:
-        """Names of a stage's devices in the pipelines after the first."""
         return tuple(self.device(number, pipeline) for pipeline in range(1, self.pipelines))
 
     def pipeline_of(self, device: str) -> int | None:
@@ -118,20 +109,12 @@ def host_of(device: str) -> str:
 
 
 def is_in_layer() -> bool:
-    """Whether a layer makes variables just now."""
     scopes = global_state.get_global_attribute("name_scope_stack")
     return bool(scopes) and isinstance(scopes[-1].caller, layers.Layer)
 
 
 class PipelineExtended(one_device_strategy.OneDeviceExtended):
-    """Additional APIs of `PipelineStrategy`.
-
-    Args:
-        devices: Names of the devices of the first pipeline's stages.
-        all_devices: Names of the devices of all pipelines' stages.
-        host: Name of the chief's device, which reads the data.
-        note_changed: Function of a variable that is called before it is updated.
-    """
+    """Additional APIs of `PipelineStrategy`."""
 
     def __init__(
         self,
@@ -196,7 +179,6 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
 
 @contextlib.contextmanager
 def making_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
-    """Context in which variables of a `PipelineStrategy` are made on a device."""
     in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
     scope = contextlib.nullcontext() if in_step else strategy.scope()
     with scope, strategy.extended.making_on(device):

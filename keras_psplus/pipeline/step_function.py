@@ -30,12 +30,7 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 class Feed:
-    """Draws batches, and sends each to its devices before it is asked for.
-
-    Args:
-        send: Function of a batch and of whether tensors are to tell its number of rows. It returns
-            the batch on other devices.
-    """
+    """Draws batches, and sends each to its devices before it is asked for."""
 
     def __init__(self, send: Callable[[Any, bool], Any]) -> None:
         self._send = send
@@ -78,7 +73,6 @@ class Feed:
 
 
 def is_ahead(iterator: Any) -> bool:
-    """Whether batches of an iterator are drawn before they are asked for."""
     return isinstance(iterator, _ITERATORS)
 
 
@@ -96,11 +90,7 @@ def _shows_rows(iterator: Any) -> bool:
 
 
 class _GivenBatch(NamedTuple):
-    """A batch as a traced function takes it.
-
-    Attributes:
-        like: With several pipelines, a structure like the batch; else None.
-    """
+    """A batch as a traced function takes it, and, of several pipelines, its form."""
 
     rows: int | None
     batch: Any
@@ -111,12 +101,8 @@ class Functions:
     """One traced function of a batch for each number of rows.
 
     How a batch is cut is a part of the graph, so the number of rows is known when it is traced;
-    the other dimensions may differ from batch to batch.
-
-    Args:
-        order: The order of the stages' actions, as for `PipelineStep`.
-        trains: The Keras model that it trains, if it does.
-        compiles: The Keras model whose `jit_compile` counts; by default the same.
+    other dimensions may differ. `compiles` is the model whose `jit_compile` counts, as a rule the
+    one that it `trains`.
     """
 
     # Whether calls count in `strategy.communication`, which evaluation does not.
@@ -140,18 +126,12 @@ class Functions:
         self._used_on: dict[Any, list[str | None]] = {}
 
     def __call__(self, batch: Any, shows_rows: bool) -> Any:
-        """Calls the function.
-
-        Args:
-            batch: Structure of tensors, or what `send` has made of it.
-            shows_rows: Whether the function's tensors tell the number of rows.
-        """
+        """Calls the function, whose tensors may tell the number of rows."""
         results, moments = self.of(batch, shows_rows, lambda function, given: function(given))
         self._context.times.note_moments(moments)
         return results
 
     def of(self, batch: Any, shows_rows: bool, use: Callable[[Any, Any], Any]) -> Any:
-        """Does something with the `tf.function` for a batch."""
         given = batch if isinstance(batch, _GivenBatch) else self._cut(batch)
         key = given.rows, shows_rows
         self._context.finish_writes()
@@ -176,7 +156,6 @@ class Functions:
         return _GivenBatch(microbatches.rows_of(batch), batch, None)
 
     def send(self, batch: Any, shows_rows: bool) -> Any:
-        """A batch, on the devices that use its parts, if that is known."""
         given = self._cut(batch)
         used_on = self._used_on.get((given.rows, shows_rows))
         if used_on is None:
@@ -242,8 +221,7 @@ class Functions:
 class PipelineTrainFunction:
     """Train or test function of `fit` and `evaluate`, called with an iterator.
 
-    Args:
-        divides: Whether losses and gradients are computed micro-batch by micro-batch.
+    It `divides` if losses and gradients are computed micro-batch by micro-batch.
     """
 
     def __init__(
@@ -283,8 +261,6 @@ class PipelineTrainFunction:
 
 
 class PredictFunction:
-    """Predict function, called with the batches of some steps."""
-
     def __init__(
         self, engine: DistributedEngine, context: PipelineContext, model: keras.Model
     ) -> None:

@@ -31,11 +31,7 @@ from keras_psplus.pipeline.traffic import PipelineTraffic
 
 
 def read_task() -> config.TaskConfig | None:
-    """Reads `TF_CONFIG`; None if there is none.
-
-    Raises:
-        ClusterConfigError: If it is not a cluster of a chief and workers.
-    """
+    """Reads `TF_CONFIG`; None if there is none."""
     task = find.find_task_config()
     if task is None:
         return None
@@ -56,15 +52,11 @@ def read_task() -> config.TaskConfig | None:
 
 
 def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
-    """Serves until the chief has ended, and ends the process."""
     serving.end_process_after(lambda: serving.serve(task, startup_timeout=startup_timeout))
 
 
 def local_devices() -> list[str]:
-    """Names of this process's devices that are stages: its GPUs, else its logical CPU devices.
-
-    For a plan without training, its CPU as often as there are to be stages.
-    """
+    """Names of this process's GPUs or CPU devices; of a plan, its CPU repeated."""
     request = plan.read()
     if request is not None and request.stages is not None:
         return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
@@ -77,12 +69,10 @@ def local_devices() -> list[str]:
 
 
 def device_of_worker(index: int, kind: str) -> str:
-    """Name of a worker's first device of a kind."""
     return f"/job:worker/replica:0/task:{index}/device:{kind}:0"
 
 
 def devices_of_workers(count: int) -> list[str]:
-    """Names of the stages' devices: each worker's first GPU, or its CPU."""
     names = {device.name for device in tf.config.list_logical_devices()}
     gpus = [device_of_worker(i, "GPU") for i in range(count)]
     return [gpu if gpu in names else device_of_worker(i, "CPU") for i, gpu in enumerate(gpus)]
@@ -122,7 +112,6 @@ def check_stages(stages: Any) -> list[list[str]] | None:
 
 
 def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
-    """Sees that there is a worker or a device for each stage of each pipeline."""
     if count % pipelines:
         few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
         fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"
@@ -140,11 +129,6 @@ def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1
 
 
 def check_schedule(given: Any, pipelines: int) -> str:
-    """Returns the name of a schedule.
-
-    Raises:
-        ValueError: If there is no such one, or it does not go with several pipelines.
-    """
     if not isinstance(given, str) or given not in schedule.NAMES:
         names = ", ".join(f'"{name}"' for name in schedule.NAMES)
         raise ValueError(f"`schedule` must be one of {names}. Received: schedule={given!r}")
@@ -158,11 +142,6 @@ def check_schedule(given: Any, pipelines: int) -> str:
 
 
 def check_gradient_compression(given: Any, pipelines: int) -> compression.Compressor | None:
-    """Returns the compressor of gradients between pipelines, or None.
-
-    Raises:
-        ValueError: If it is no cast, or if there is one pipeline.
-    """
     compressor = compression.get(given, allowed=_FOR_GRADIENTS)
     if compressor is not None and pipelines == 1:
         raise ValueError(
@@ -180,11 +159,6 @@ def check_gradient_compression(given: Any, pipelines: int) -> compression.Compre
 
 
 def check_compression(given: Any) -> compression.Compressor | None:
-    """Returns the compressor of activations, or None.
-
-    Raises:
-        ValueError: If it is none, or does not keep every element nearly as it is.
-    """
     compressor = compression.get(given, "activation_compression", _FOR_ACTIVATIONS)
     if compressor is not None and not getattr(compressor, "supports_values", False):
         raise ValueError(

@@ -52,11 +52,7 @@ def compiled_on_stage(
     kwargs: dict[str, Any],
     key: Any,
 ) -> CompiledFunction | None:
-    """Makes a compiled function of a call on a stage.
-
-    Args:
-        key: What calls of the same function have in common.
-    """
+    """Makes a compiled function of calls on a stage that share a `key`."""
     if calls.is_tracing or not compiled_calls.have_weights(layers):
         return None
     with tf.device(device):
@@ -72,11 +68,7 @@ def run_graph(
     stages: Stages,
     call_on_stage: Callable[..., Any],
 ) -> Any:
-    """Runs the layers of a functional model, those of a stage in one call.
-
-    Args:
-        call_on_stage: `PipelineStep.call_on_stage`, of a step in a micro-batch.
-    """
+    """Runs the layers of a functional model, those of a stage in one call."""
     run = call.get("operation_fn")
 
     def kind_of(operation: Any) -> Any:
@@ -108,7 +100,6 @@ def run_graph(
 
 
 def _training() -> str:
-    """Text of Keras's context of the traced call: above all, whether it trains."""
     context = global_state.get_global_attribute("current_call_ctx")
     return repr({k: v for k, v in vars(context).items() if k != "entry_layer"}) if context else ""
 
@@ -116,17 +107,8 @@ def _training() -> str:
 class Microbatch:
     """Context in which layers are called for one micro-batch.
 
-    Args:
-        first: Its first row in the batch.
-        end: One past its last row.
-        fraction: Its part of the batch's rows.
-        reads: For each pipeline, a context in which its copies of weights are read.
-
-    Attributes:
-        pipeline: Number of the pipeline that it goes through.
-        turn: Its number among those of its pipeline.
-        reads: A context in which the pipeline's copies of weights are read.
-        sums: How many sums over micro-batches it has asked for.
+    It goes through a pipeline, whose copies of weights are read, as the `turn`-th; `sums` counts
+    the sums over micro-batches that it has asked for.
     """
 
     def __init__(
@@ -159,9 +141,6 @@ class StageAction:
 
     Without that order, a stage with one thread would do a part of every micro-batch before it sends
     the first of them. Operations wait for those that were traced before, so there can be no cycle.
-
-    Args:
-        direction: `schedule.FORWARD` or `schedule.BACKWARD`.
     """
 
     def __init__(self, step: PipelineStep, stage: int, part: Microbatch, direction: str) -> None:
@@ -171,7 +150,6 @@ class StageAction:
         self._segment: Segment | None = None
 
     def begins_with(self, given: Any) -> None:
-        """Notes with what it begins, before it is entered."""
         if self._step.clock is not None:
             self._segment = self._step.clock.begin(self._worker, self._action, given)
 
@@ -218,11 +196,7 @@ class StageAction:
 
 @dataclasses.dataclass
 class Update:
-    """Update that a train step requests from an optimizer.
-
-    Attributes:
-        grads: List of gradients; some may be None.
-    """
+    """Update that a train step requests from an optimizer; some gradients may be None."""
 
     optimizer: keras.optimizers.Optimizer
     grads: list[tf.Tensor | tf.IndexedSlices | None]
@@ -236,17 +210,10 @@ class PipelineStep(ReplicaStep):
     micro-batch, and gets its outputs joined. Inside, each layer that is on a stage runs on that
     stage's device. What is between layers is left to `traffic.place`.
 
-    Args:
-        rows: Rows of the batch, where tensors do not tell; None if they do.
-        order: Schedule of the stages, by which a micro-batch waits for the gradients of earlier
-            ones; None for none that does.
-        trains: Whether weights may change in this step, or have changed since the one before.
-
-    Attributes:
-        activations: What layers have returned, and gradients by what they were called with.
-        updates: What the train step asks of optimizers, for later; None if it is done at once.
-        traced: For each worker, what it does for which micro-batch, in the order of the trace.
-        clock: `StageClock` that reads when stages begin and end, or None.
+    `rows` are those of the batch, where tensors do not tell. By `order`, a micro-batch waits for
+    the gradients of earlier ones. `activations` has what layers have returned, and gradients by
+    what they were called with; `updates` what the step asks of optimizers, if for later; `traced`
+    each worker's actions, in the order of the trace.
     """
 
     can_sum = True
@@ -317,11 +284,7 @@ class PipelineStep(ReplicaStep):
         self._sums.clear()
 
     def microbatches(self, rows: int | None, layer: keras.Layer) -> list[Microbatch]:
-        """The micro-batches of a batch; each is a context in which layers run for it.
-
-        Args:
-            rows: Rows of the batch; None if that is not known, and it is not cut.
-        """
+        """The micro-batches of a batch, contexts in which layers run; one of unknown rows."""
         pipelines, stages = self.stages.pipelines, len(self.stages.devices)
         bounds = microbatches.bounds(rows or 1, self._count * pipelines)
         if self._order is not None:
@@ -351,7 +314,6 @@ class PipelineStep(ReplicaStep):
         self._backward.clear()
 
     def note_changed(self, copied: Copied) -> None:
-        """Notes that the step gives a variable a value that pipelines have copies of."""
         self.over_pipelines.note_changed(copied, in_microbatch=self.part is not None)
 
     def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None:
@@ -399,7 +361,6 @@ class PipelineStep(ReplicaStep):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a layer, in micro-batches or on its stage."""
         if self.part is None:
             return self._in_microbatches(original, layer, (args, kwargs))
         stage = None if self._is_on_stage else self.stages.of(layer)
@@ -417,11 +378,7 @@ class PipelineStep(ReplicaStep):
         kwargs: dict[str, Any],
         key: Any,
     ) -> Any:
-        """Calls layers of one stage, for the micro-batch that is traced.
-
-        Args:
-            key: What calls of the same function have in common.
-        """
+        """Calls layers of one stage, for the micro-batch that is traced."""
 
         def on_stage(*args: Any, **kwargs: Any) -> Any:
             self._is_on_stage = True

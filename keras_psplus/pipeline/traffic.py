@@ -32,14 +32,7 @@ _SHAPES = ("Shape", "ShapeN", "Size", "Rank")
 
 
 def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
-    """Places the operations of a graph that have no device.
-
-    Args:
-        first: How many of its operations are left alone.
-
-    Returns:
-        List of the operations that it has placed, without constants.
-    """
+    """Places operations of a graph that have no device; returns those, but for constants."""
     operations = graph.get_operations()[first:]
     captured = _devices_of_captures(graph)
     placed = []
@@ -62,11 +55,9 @@ def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
 
 
 def where_run(graph: tf.Graph) -> Callable[[tf.Operation], str]:
-    """Devices on which TensorFlow runs the operations of a placed graph.
+    """Function of a placed graph's operations that returns where TensorFlow runs them.
 
-    Returns:
-        Function of an operation that returns the name of a device: that of its variable, if it has
-        one, whatever device it was given.
+    That is with its variable, if it has one, whatever device it was given.
     """
     captured = _devices_of_captures(graph)
     return lambda op: _resource_device(op, captured) or op.device
@@ -82,7 +73,6 @@ def of_consumers(tensors: list[tf.Tensor]) -> str | None:
 
 
 def _devices_of_captures(graph: tf.Graph) -> dict[int, str]:
-    """Devices of captured resources, by the ids of the tensors that represent them."""
     return {
         id(inside): outside.device
         for outside, inside in getattr(graph, "captures", ())
@@ -111,8 +101,8 @@ def _device_of_largest(op: tf.Operation, stages: Stages) -> str:
 def _is_nearer(op: tf.Operation, one: str, other: str, stages: Stages) -> bool:
     """Whether what an operation computes is needed on one device rather than on another.
 
-    A residual connection's sum is needed on the later stage, and a sum of gradients on the earlier.
-    Otherwise each sum of a transformer's later stages would be on the first, and travel each way.
+    A residual connection's sum is needed on the later stage, and a sum of gradients on the earlier;
+    else each sum of a transformer's later stages would be on the first.
     """
     pipeline = stages.pipeline_of(one)
     if pipeline is None or pipeline != stages.pipeline_of(other):
@@ -158,13 +148,7 @@ _NOT_SENT = ("Const", "Placeholder", "Shape", "ShapeN", "Size", "Rank")
 
 
 class Encoded(NamedTuple):
-    """Tensors that are sent in fewer bytes.
-
-    Attributes:
-        payload: List of what is sent in their place.
-        compressor: What has encoded them.
-        path: Path of the variable whose gradient they are, or None.
-    """
+    """Tensors, a variable's gradient or not, that are sent in fewer bytes."""
 
     tensors: list[tf.Tensor]
     payload: list[tf.Tensor]
@@ -173,8 +157,6 @@ class Encoded(NamedTuple):
 
 
 class PipelineTraffic:
-    """Totals of one strategy, in variables on the chief."""
-
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
         self._host, self._stages, self._copies = host, stages, copies
         self._totals = TrafficVariables(host)
@@ -186,11 +168,7 @@ class PipelineTraffic:
         crossings: Iterable[ReplicaTransfer],
         encoded: Iterable[Encoded],
     ) -> None:
-        """Lets each call of a step that is being traced count what it sends.
-
-        Args:
-            graph: Graph of the step, all of whose operations have devices.
-        """
+        """Lets each call of a step that is being traced count what it sends."""
         sent = _Names(self._copies, graph, crossings, encoded).by_key(
             sorted(_sent(graph, results, self._stages), key=_order)
         )
@@ -205,7 +183,6 @@ class PipelineTraffic:
         self._totals.add(entries)
 
     def traffic(self) -> list[Traffic]:
-        """List of `Traffic`, of all workers together."""
         return self._totals.traffic()
 
 
@@ -218,7 +195,6 @@ class _Transfer(NamedTuple):
 
 
 def _order(sent: _Transfer) -> tuple[bool, tuple[int, ...]]:
-    """Stages first, each way by itself, then what crosses between pipelines."""
     crosses = sent.pipelines[0] != sent.pipelines[1]
     return crosses, sent.stages if not crosses else ()
 
@@ -342,13 +318,8 @@ def compress_activations(
 ) -> list[Encoded]:
     """Compresses activations between stages: encoded by the sender, decoded by the receiver.
 
-    Each row is encoded by itself, so that a row's results do not depend on the others.
-
-    Args:
-        graph: The graph of a step, all of whose operations have devices.
-        activations: Outputs of layers, and gradients of their inputs.
-        between: The operations that belong to no layer. Tensors that they compute from activations
-            count as activations.
+    Each row is encoded by itself, so that a row's results do not depend on the others. What
+    operations `between` layers compute from activations counts as activations.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:
@@ -383,11 +354,8 @@ def compress_gradients(
 ) -> list[Encoded]:
     """Compresses gradients between pipelines, of which a primary's worker decodes each.
 
-    The sum of the pipeline that has the primary goes nowhere, and is left as it is.
-
-    Args:
-        compressor: A `Cast`, or a `ByVariable` of these.
-        scale: Result of `loss_scale`; gradients are sent without it.
+    The sum of the pipeline that has the primary goes nowhere, and is left as it is. Gradients are
+    sent without the loss `scale`.
     """
     encoded = []
     for transfer in transfers:

@@ -1,4 +1,4 @@
-"""One parameter server's rows of a table, plain or dynamic, and the methods that reach them.
+"""One parameter server's rows of a table, plain or dynamic, and methods of these.
 
 Row `r` of a table is row `r // servers` on server `r % servers`, so that a range of frequent ids
 is shared out between them. Keys of a dynamic table are shared out by their hashes.
@@ -37,14 +37,9 @@ Method: TypeAlias = tf.types.experimental.PolymorphicFunction
 class TableShard:
     """Rows of one table, with the optimizer that updates them.
 
-    Args:
-        spec: Dict with the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (a
-            serialized initializer, or None for zeros).
-        pull_compressor: Compressor of rows that workers read, or None.
-        push_compressor: Compressor of gradients that they send, or None.
-        replicas: Replicas that push at each step.
-        sync: Whether a step's pushes are summed and applied once.
-        keeps_undo_log: Whether the rows of the step before can be read.
+    `spec` has the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (serialized, or
+    None for zeros). With `sync`, the pushes of so many replicas are summed and applied once a step;
+    `keeps_undo_log` if the rows of the step before can be read.
     """
 
     # Type of what workers name rows by.
@@ -101,7 +96,6 @@ class TableShard:
 
     @property
     def slots(self) -> list[tf.Variable]:
-        """The optimizer's variables of the rows."""
         return self.optimizer.slots if self.optimizer else []
 
     def counts(self) -> tf.Tensor:
@@ -117,15 +111,12 @@ class TableShard:
     def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
         """Makes an optimizer and its slots, in the place of the last one.
 
-        Args:
-            number: Its number among those that this table has had.
-            first_slot: The number of its first slot; those of earlier optimizers come before.
+        `number` is its number among those that this table has had; slots are numbered on.
         """
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
 
     def methods(self) -> dict[str, Method]:
-        """Functions with signatures, by what they do; each of them is traced once."""
         known, makers = self._methods, self._makers()
         self._methods = {
             what: known[what] if what in known else make() for what, make in makers.items()
@@ -341,10 +332,7 @@ _ENTRIES = tf.TensorSpec([None, 4], _LONG)
 
 
 class DynamicShard(TableShard):
-    """Keys and rows of one dynamic table, with the optimizer that updates them.
-
-    Workers name rows by keys; gradients are summed, applied and answered as a table's are.
-    """
+    """Keys and rows of one dynamic table; workers name rows by keys."""
 
     _ids = _LONG
 
@@ -369,12 +357,7 @@ class DynamicShard(TableShard):
         self._capturing = None
 
     def capture(self, key: int, since: files.Mark | None) -> files.Capture:
-        """Table as it is now, to be written while updates go on.
-
-        Args:
-            key: Its number in the files.
-            since: Mark of the capture whose changes since are wanted, or None.
-        """
+        """Table as it is now, or its changes since, to be written meanwhile."""
         if self._capturing is None:
             candidates = self.store.admission.candidates
             every = [self.store.key_rows, *([] if candidates is None else [candidates])]

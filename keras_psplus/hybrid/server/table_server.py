@@ -43,21 +43,13 @@ _STEM = re.compile(r"[\w.-]+")
 
 
 class Folders:
-    """The folders that a server was started for.
-
-    Args:
-        paths: Their paths, or URLs; None if it may write anywhere.
-    """
+    """The folders that a server may write below; any if the paths are None."""
 
     def __init__(self, paths: Iterable[str] | None) -> None:
         self._paths = None if paths is None else list(paths)
 
     def check_allowed(self, directory: str, stem: str = "none") -> None:
-        """Sees that what is asked for would be written below one of them.
-
-        Args:
-            stem: How the names of files in it begin.
-        """
+        """Sees that a folder, and files that begin so, are below one of them."""
         wanted, paths = _real(directory), ["/"] if self._paths is None else self._paths
         is_below = self._paths is None or any(
             f"{wanted}/".startswith(f"{_real(path).rstrip('/')}/") for path in paths
@@ -88,12 +80,8 @@ _SPELLINGS = "", "dns:///", "dns:"
 class TableServer:
     """Serves this task's shards.
 
-    Args:
-        secret: What every client has to know, the `Secret` of the job's token.
-        options: Dict of what `TableShard` takes beside its table.
-        agreed: Text that has to be equal in all processes of the job.
-        log: Function that takes a line of progress.
-        folders: Paths of the folders below which it may write; None for all.
+    `options` is what `TableShard` takes beside its table; the text `agreed` has to be equal in all
+    processes of the job.
     """
 
     def __init__(
@@ -170,7 +158,6 @@ class TableServer:
 
     @property
     def nonce(self) -> str:
-        """Tells this process from others at the same address."""
         return self._gate.process
 
     def _listen(self) -> ChannelServer:
@@ -337,7 +324,6 @@ class TableServer:
         threading.Thread(target=old.clear, daemon=True).start()
 
     def _with_key_check(self, key: int, what: str, function: Method) -> Method:
-        """The method that is served for a shard's; it is traced once."""
         of, method = self._checked_methods.get((key, what), (None, None))
         if of is not function:
             method = with_key_check(function, self._row_key)
@@ -366,17 +352,8 @@ def serve(
 ) -> None:
     """Serves tables until the chief has ended.
 
-    Args:
-        options: Dict of what `Shard` takes beside its table.
-        agreed: Text that has to be equal in all processes of the job.
-        folders: Paths of the folders below which it may write; None for all.
-        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
-
-    Raises:
-        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
-            chief does not come.
-        keras_psplus.cluster.serving.ChiefLostError: If the chief has ended without having
-            said so, or a worker has been started again.
+    It counts as ended when it cannot be reached for `chief_gone` seconds. ChiefLostError is raised
+    if it did not say so, or a worker has been started again.
     """
     check_local_address(task)
     tuning.tune()
