@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
@@ -190,8 +190,18 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             if task.task_type == "ps":
                 is_free = tables_dir is None and calls.is_secret(job_token)
                 folders = None if is_free else [shard_files.full_path(tables_dir or os.getcwd())]
-                _serve_and_exit(
-                    task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
+                options = {
+                    "server": task.task_index,
+                    "servers": task.num_ps,
+                    "pull_compressor": pull,
+                    "push_compressor": push,
+                    "sync": sync,
+                    "keeps_undo_log": sync and prefetch,
+                }
+                serving.end_process_after(
+                    lambda: table_server.serve(
+                        *(task, secret, options, agreed, startup_timeout, folders)
+                    )
                 )
         with catalogue.settled():
             super().__init__(
@@ -355,27 +365,3 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             return (with_lookahead if has_next else in_step)(*args, **kwargs)
 
         return tf.autograph.experimental.do_not_convert(in_either)
-
-
-def _serve_and_exit(
-    task: TaskConfig,
-    secret: Secret,
-    agreed: str,
-    startup_timeout: float,
-    folders: Sequence[str] | None,
-    pull: Compressor | None,
-    push: Compressor | None,
-    sync: bool,
-    prefetch: bool,
-) -> NoReturn:
-    options = {
-        "server": task.task_index,
-        "servers": task.num_ps,
-        "pull_compressor": pull,
-        "push_compressor": push,
-        "sync": sync,
-        "keeps_undo_log": sync and prefetch,
-    }
-    serving.end_process_after(
-        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
-    )

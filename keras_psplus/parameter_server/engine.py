@@ -170,7 +170,13 @@ def take_apart(
     for context in contexts:
         if contexts[0].is_asked:
             draw_again()
-        datasets.append(_made_for(function, context))
+        dataset = function(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ValueError(
+                "The function given to `distribute_datasets_from_function` must return a "
+                f"tf.data.Dataset. Received: {dataset}"
+            )
+        datasets.append(dataset)
     is_sharded = any(context.is_asked for context in contexts)
     first = data_seeds.draw()
     seeds = [first if is_sharded else first + i for i in range(len(datasets))]
@@ -192,38 +198,6 @@ class _InputContext(tf.distribute.InputContext):
     def input_pipeline_id(self) -> int:
         self.is_asked = True
         return super().input_pipeline_id
-
-
-def _made_for(function: Callable[..., Any], context: tf.distribute.InputContext) -> tf.data.Dataset:
-    dataset = function(context)
-    if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(
-            "The function given to `distribute_datasets_from_function` must return a "
-            f"tf.data.Dataset. Received: {dataset}"
-        )
-    return dataset
-
-
-# `fit` and `evaluate` under `ParameterServerStrategy`: steps go to the workers.
-
-
-def make_runner(
-    model: keras.Model, context: StepContext, step_function: Callable[..., Any], is_training: bool
-) -> StepRunner:
-    compiled = compiled_step(context.engine, model, step_function)
-    step = _knowing_rows(model._autoconvert_optionals(compiled))
-    if is_training:
-        step = context.updating.wrap(model, step)
-    kind = SyncRunner if is_training and context.mode.is_sync else StepRunner
-    return kind(context, model, step, is_training)
-
-
-def _knowing_rows(step: Callable[..., Any]) -> Callable[..., Any]:
-    def step_on(batch: Any) -> Any:
-        with worker_updates.batch_rows.being(batches.rows_of(batch)):
-            return step(batch)
-
-    return step_on
 
 
 class ParameterServerEngine(DistributedEngine):
@@ -279,8 +253,17 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("make_function")
     def _make_function(self, call: Call) -> StepRunner:
-        model, step = call.owner, call.get("step_function")
-        return make_runner(model, self._context, step, step == model.train_step)
+        model, step_function, context = call.owner, call.get("step_function"), self._context
+        compiled = model._autoconvert_optionals(compiled_step(self, model, step_function))
+
+        def step(batch: Any) -> Any:
+            with worker_updates.batch_rows.being(batches.rows_of(batch)):
+                return compiled(batch)
+
+        if step_function != model.train_step:
+            return StepRunner(context, model, step, is_training=False)
+        kind = SyncRunner if context.mode.is_sync else StepRunner
+        return kind(context, model, context.updating.wrap(model, step), is_training=True)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:

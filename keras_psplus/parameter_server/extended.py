@@ -100,11 +100,6 @@ def form_of(
     return tf.TensorShape(shape), dtype
 
 
-def size_if_known(kwargs: Mapping[str, Any]) -> int:
-    shape, dtype = form_of(kwargs, None)
-    return 0 if shape is None or dtype is None else size_of(shape, dtype)
-
-
 # Placement of variables and shards on parameter servers.
 #
 # Variables are created one after the other, and later ones are unknown. So a large variable is cut
@@ -525,7 +520,9 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         # them on another.
         is_trained = kwargs.get("trainable") is not False
         if ps is None:
-            ps = self.placement.least_loaded(size_if_known(kwargs), is_trained)
+            shape, dtype = form_of(kwargs, None)
+            size = 0 if shape is None or dtype is None else size_of(shape, dtype)
+            ps = self.placement.least_loaded(size, is_trained)
         with ops.colocate_with(None, ignore_existing=True):
             with ops.device(f"/job:ps/task:{ps}/device:CPU:0"):
                 variable = next_creator(**kwargs)

@@ -22,7 +22,13 @@ from keras_psplus.log import logger
 from keras_psplus.parameter_server import worker_function
 from keras_psplus.parameter_server.data import Ticket
 from keras_psplus.parameter_server.worker_function import is_server_loss
-from keras_psplus.tf_internals import cancellation, context, coordinator_context, executor
+from keras_psplus.tf_internals import (
+    atomic_function,
+    cancellation,
+    context,
+    coordinator_context,
+    executor,
+)
 
 # Clocks of workers: steps given and done, and choice of the next worker.
 #
@@ -208,7 +214,8 @@ class Closure:
         try:
             if self.ticket is not None:
                 self._args = (*self._args[:-1], self.ticket.payload_on(worker.index))
-            with worker_function.with_stacks(self._concrete):
+            # The lines that made an operation, in the error of a call.
+            with atomic_function.InterpolateRuntimeError(self._concrete.inference_fn):
                 values = self.run_on(calls)
                 # Now, as the worker may be lost later.
                 values = tf.nest.map_structure(_fetched, values, expand_composites=True)

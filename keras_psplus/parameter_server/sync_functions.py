@@ -20,6 +20,7 @@ from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import aggregation, pulls, traffic, worker_function
+from keras_psplus.parameter_server.aggregation import GradientSum
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.pulls import Pulls, ShardParts, WholeRead, parts_of, written_by
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
@@ -279,15 +280,27 @@ class OverlapPlanner:
             _warn_of(problem)
             return None
 
-        def release(stamp: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            for of_optimizer in function.added:
-                for one in aggregation.each(of_optimizer.gradients):
-                    one.release(stamp, count)
-            return tf.constant(True)
-
-        releasing = self._on_chief(release, aggregation.STAMP, aggregation.COUNT)
-        overlap = Overlap(undo, releasing, copies.trace_fetch(generation))
+        specs = aggregation.STAMP, aggregation.COUNT
+        release = _of_all(self._on_chief, function.added, GradientSum.release, *specs)
+        overlap = Overlap(undo, release, copies.trace_fetch(generation))
         return function._replace(step=on_copies, apply=updating, overlap=overlap)
+
+
+def _of_all(
+    on_chief: Callable[..., Any],
+    added: Iterable[HandedOver],
+    method: Callable[..., None],
+    *specs: tf.TensorSpec,
+) -> Callable[..., Any]:
+    """A call of the chief that calls a method of all sums of a step."""
+
+    def run(*args: tf.Tensor) -> tf.Tensor:
+        for of_optimizer in added:
+            for one in aggregation.each(of_optimizer.gradients):
+                method(one, *args)
+        return tf.constant(True)
+
+    return on_chief(run, *specs)
 
 
 def _warn_of(problem: str) -> None:
@@ -373,7 +386,9 @@ class SyncFunctions:
         for key, function in self._made.items():
             # A step without an optimizer adds nothing.
             if function.added and key not in self._discards:
-                self._discards[key] = self._make_discard(function.added)
+                self._discards[key] = _of_all(
+                    self._on_chief, function.added, GradientSum.discard, aggregation.STAMP
+                )
             if key in self._discards:
                 self._discards[key](stamp)
 
@@ -462,15 +477,6 @@ class SyncFunctions:
                 else:
                     optimizer.iterations.assign_add(1)
         return tf.constant(True)
-
-    def _make_discard(self, added: list[HandedOver]) -> Callable[[int], None]:
-        def discard(stamp: tf.Tensor) -> tf.Tensor:
-            for _, sums, _ in added:
-                for one in aggregation.each(sums):
-                    one.discard(stamp)
-            return tf.constant(True)
-
-        return self._on_chief(discard, aggregation.STAMP)
 
     def _on_chief(self, function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
         def in_replica(*args: tf.Tensor) -> Any:

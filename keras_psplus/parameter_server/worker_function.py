@@ -26,7 +26,6 @@ from keras_psplus.compression import wire
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.metrics import added
 from keras_psplus.tf_internals import (
-    atomic_function,
     context,
     execute,
     executor,
@@ -77,13 +76,6 @@ def call(
     if cancellation is None:
         return execute.execute(name, **called)
     return execute.execute_with_cancellation(name, **called, cancellation_manager=cancellation)
-
-
-def with_stacks(
-    concrete: tf.types.experimental.ConcreteFunction,
-) -> contextlib.AbstractContextManager[None]:
-    """Context that adds the lines which made an operation to the error of a call."""
-    return atomic_function.InterpolateRuntimeError(concrete.inference_fn)
 
 
 def to_chief(tensor: tf.Tensor) -> tf.Tensor:

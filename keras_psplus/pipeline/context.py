@@ -11,9 +11,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import keras
 import tensorflow as tf
 
 from keras_psplus.cluster.config import task_name
@@ -236,14 +235,6 @@ def _traced(one: schedule.Interval) -> trace.Span:
     return trace.Span(name, one.began, one.ended)
 
 
-class UnderWay(Protocol):
-    def finish(self) -> Any:
-        """Ends them; returns the logs of the last one."""
-
-    def has(self, variable: keras.Variable) -> bool:
-        """Whether a variable is one that they may read or change."""
-
-
 @dataclasses.dataclass(eq=False)
 class PipelineContext:
     """The objects of a `PipelineStrategy` that its steps are made with."""
@@ -254,7 +245,8 @@ class PipelineContext:
     copies: Copies
     traffic: PipelineTraffic
     times: StageTimes
-    under_way: UnderWay | None = None
+    # The `PipeDreamFunction` whose steps have begun and not ended.
+    under_way: Any = None
     # Whether variables were given values since the last step began.
     _has_written: bool = False
 

@@ -64,8 +64,7 @@ def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
     if found:
         return int(found.group(1))
     # Some errors say no more than "Socket closed".
-    workers = dict(enumerate(strategy.task.cluster["worker"]))
-    return next(iter(stalls.unresponsive_tasks(workers)), None)
+    return next(iter(stalls.unresponsive_tasks(addresses(strategy))), None)
 
 
 def lost(strategy: tf.distribute.Strategy, number: int, received: str) -> StageLostError:
@@ -101,7 +100,7 @@ class StallProbe(stalls.StallProbe):
         strategy = self._strategy()
         silent = stalls.unresponsive_tasks(addresses(strategy))
         missing = ", ".join(
-            f"{name} ({stage_of_worker(strategy, _number(name))}; no answer)" for name in silent
+            f"worker-{i} ({stage_of_worker(strategy, i)}; no answer)" for i in silent
         )
         return (
             "the stages; not arrived: "
@@ -117,7 +116,7 @@ class Watch:
 
     def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:
         self._strategy, self._timeout = weakref.ref(strategy), timeout
-        channels = {name: control_address(a) for name, a in addresses(strategy).items()}
+        channels = {str(i): control_address(a) for i, a in addresses(strategy).items()}
         self._connections = ConnectionWatch(channels, timeout)
         threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
 
@@ -128,22 +127,18 @@ class Watch:
             if strategy is None:
                 self._connections.close()
                 return
-            for name, silence in self._connections.silences().items():
+            for number, silence in self._connections.silences().items():
                 if silence >= self._timeout:
                     received = f"no answer for {self._timeout:g} s (heartbeat_timeout)"
-                    logger.error("%s", lost(strategy, _number(name), received))
+                    logger.error("%s", lost(strategy, int(number), received))
                     failure.exit_now()
             del strategy
 
 
-def addresses(strategy: tf.distribute.Strategy) -> dict[str, str]:
+def addresses(strategy: tf.distribute.Strategy) -> dict[int, str]:
     if strategy is None or strategy.task is None:
         return {}
-    return {f"worker-{i}": a for i, a in enumerate(strategy.task.cluster["worker"])}
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    return dict(enumerate(strategy.task.cluster["worker"]))
 
 
 class _NothingKept(WorkerState):

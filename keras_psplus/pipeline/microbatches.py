@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -170,14 +170,6 @@ class CutBatch(NamedTuple):
     leaves: list[Any]
 
 
-class PartNotes(Protocol):
-    """Step that is given a batch in parts while it is traced: a `PipelineStep`."""
-
-    rows: int | None
-
-    def note_parts(self, leaf: tf.Tensor, parts: list[tf.Tensor]) -> None: ...
-
-
 def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
     """Cuts a batch, where it is; micro-batch `i` belongs to pipeline `i % pipelines`."""
     rows = rows_of(batch)
@@ -194,7 +186,7 @@ def cut_batch(batch: Any, count: int, pipelines: int) -> CutBatch | None:
     return CutBatch(rows, [parts(leaf) for leaf in tree.flatten(batch)])
 
 
-def join_batch(parts: CutBatch, structure: Any, count: int, step: PartNotes) -> Any:
+def join_batch(parts: CutBatch, structure: Any, count: int, step: Any) -> Any:
     """The batch again, in a function that is being traced.
 
     The step is told about the micro-batches: what only these need is not sent between pipelines.

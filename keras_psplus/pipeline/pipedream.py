@@ -174,15 +174,8 @@ class _Gradients(Functions):
 
     _counts = True
 
-    def __init__(
-        self,
-        engine: DistributedEngine,
-        context: PipelineContext,
-        function: Callable[..., Any],
-        order: Callable[..., Any] | None,
-        compiles: keras.Model,
-    ) -> None:
-        super().__init__(engine, context, function, order, compiles=compiles)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.update: Update | None = None
         self.tokens = Tokens()
 
@@ -222,7 +215,7 @@ class PipeDreamFunction:
         self._model, self._progress = model, engine.strategy.progress
         function = microbatches.step_of(model) if divides else model.train_step
         order = schedule.one_f_one_b if divides else None
-        self._gradients = _Gradients(engine, context, function, order, model)
+        self._gradients = _Gradients(engine, context, model, function, order)
         self._feed = Feed(self._gradients.send)
         self._versions: _WeightVersions | None = None
         self._apply: list[Callable[..., Any]] = []

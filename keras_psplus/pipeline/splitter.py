@@ -275,7 +275,7 @@ class Variables:
 
     def initialize(self, variable: keras.Variable, initializer: Any) -> None:
         """Makes a variable that a layer or something else makes, or leaves it for later."""
-        device = self._strategy().extended.device_of_making
+        device = self._strategy().extended.making_on()
         number = self._stages.of_scope()
         if device is not None:
             self._make(variable, initializer, self._stages.of_device(device), device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core.base.threads import ThreadValue
 from keras_psplus.keras_internals.keras_parts import global_state, layers
 from keras_psplus.tf_internals import distribute_lib, one_device_strategy
 from keras_psplus.tf_internals import framework_ops as ops
 
-_given: contextvars.ContextVar[int | None]
-_given = contextvars.ContextVar("keras_psplus_stage", default=None)
+_given: ThreadValue[int] = ThreadValue()
 
 
 @contextlib.contextmanager
@@ -48,11 +47,8 @@ def stage(number: int) -> Iterator[None]:
     if not is_number or (count is not None and number >= count):
         has = "" if count is None else f" This strategy has the stages 0 to {count - 1}."
         raise ValueError(f"`stage` takes the number of a stage.{has} Received: {number!r}")
-    token = _given.set(number)
-    try:
+    with _given.being(number):
         yield
-    finally:
-        _given.reset(token)
 
 
 class Stages:
@@ -67,9 +63,9 @@ class Stages:
         self._of_layers: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
 
     def note_made(self, layer: keras.Layer) -> None:
-        number = _given.get()
+        number = _given()
         if number is not None:
-            self._of_layers[layer] = number
+            self.put(layer, number)
 
     def put(self, layer: keras.Layer, number: int) -> None:
         self._of_layers[layer] = number
@@ -119,35 +115,21 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        devices: list[str],
-        all_devices: list[str],
+        stages: Stages,
         host: str,
         note_changed: Callable[[tf.Variable], None],
     ) -> None:
         super().__init__(strategy, host)
-        self._devices, self._all_devices = list(devices), list(all_devices)
-        self._note_changed = note_changed
-        self._making_on: contextvars.ContextVar[str | None]
-        self._making_on = contextvars.ContextVar("making_on", default=None)
+        self._stages, self._note_changed = stages, note_changed
+        # The device on which a thread makes variables.
+        self.making_on: ThreadValue[str] = ThreadValue()
 
     def has_made(self, variable: Any) -> bool:
-        return variable is None or variable.device in self._all_devices
-
-    @contextlib.contextmanager
-    def making_on(self, device: str) -> Iterator[None]:
-        token = self._making_on.set(device)
-        try:
-            yield
-        finally:
-            self._making_on.reset(token)
-
-    @property
-    def device_of_making(self) -> str | None:
-        return self._making_on.get()
+        return variable is None or variable.device in self._stages.all_devices
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         beside = kwargs.pop("colocate_with", None)
-        device = self._making_on.get() or getattr(beside, "device", None) or self._devices[-1]
+        device = self.making_on() or getattr(beside, "device", None) or self._stages.devices[-1]
         with ops.colocate_with(None, ignore_existing=True), ops.device(device):
             return next_creator(**kwargs)
 
@@ -181,5 +163,5 @@ class PipelineExtended(one_device_strategy.OneDeviceExtended):
 def making_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
     in_step = tf.distribute.get_strategy() is strategy and tf.distribute.get_replica_context()
     scope = contextlib.nullcontext() if in_step else strategy.scope()
-    with scope, strategy.extended.making_on(device):
+    with scope, strategy.extended.making_on.being(device):
         yield

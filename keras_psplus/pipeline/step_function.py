@@ -101,8 +101,7 @@ class Functions:
     """One traced function of a batch for each number of rows.
 
     How a batch is cut is a part of the graph, so the number of rows is known when it is traced;
-    other dimensions may differ. `compiles` is the model whose `jit_compile` counts, as a rule the
-    one that it `trains`.
+    other dimensions may differ.
     """
 
     # Whether calls count in `strategy.communication`, which evaluation does not.
@@ -112,15 +111,14 @@ class Functions:
         self,
         engine: DistributedEngine,
         context: PipelineContext,
+        model: keras.Model,
         function: Callable[..., Any],
         order: Callable[..., Any] | None = None,
-        trains: keras.Model | None = None,
-        compiles: keras.Model | None = None,
+        trains: bool = False,
     ) -> None:
-        self._compiles = trains if compiles is None else compiles
-        self._engine, self._context = engine, context
+        self._engine, self._context, self._model = engine, context, model
         self._function, self._order, self._trains = function, order, trains
-        self._counts = self._counts or trains is not None
+        self._counts = self._counts or trains
         self._traced: dict[Any, Callable[..., Any]] = {}
         # Devices on which the parts of a batch are used, None for the chief's.
         self._used_on: dict[Any, list[str | None]] = {}
@@ -173,10 +171,9 @@ class Functions:
         rows, count = None if key[1] else key[0], strategy.microbatches
         if rows is not None and like is None:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
-        trains = self._trains is not None
-        compressor = strategy.compression if trains else None
-        scale = None if compressor is None else traffic.loss_scale(self._trains)
-        with PipelineStep(self._engine, context, count, rows, self._order, trains) as step:
+        compressor = strategy.compression if self._trains else None
+        scale = None if compressor is None else traffic.loss_scale(self._model)
+        with PipelineStep(self._engine, context, count, rows, self._order, self._trains) as step:
             step.clock = context.times.clock() if self._counts else None
             if like is not None:
                 assert key[0] is not None
@@ -184,8 +181,7 @@ class Functions:
                 batch = microbatches.join_batch(parts, like, count * strategy.pipelines, step)
             if rows is not None:
                 step.note_of_batch(batch)
-            if self._compiles is not None:
-                step.compiled_calls = self._engine.compiled_calls(self._compiles)
+            step.compiled_calls = self._engine.compiled_calls(self._model)
             results = self._run_in_step(step, batch)
             if step.compiled_calls is not None:
                 step.compiled_calls.check()
@@ -235,11 +231,9 @@ class PipelineTrainFunction:
         self._model, self._progress = model, engine.strategy.progress
         self._times = context.times
         self._is_training = step_function == model.train_step
-        trains = model if self._is_training else None
-        self._functions = Functions(engine, context, step_function, None, trains, model)
-        if divides:
-            own, order = microbatches.step_of(model), schedule.one_f_one_b
-            self._functions = Functions(engine, context, own, order, trains)
+        order = schedule.one_f_one_b if divides else None
+        step = microbatches.step_of(model) if divides else step_function
+        self._functions = Functions(engine, context, model, step, order, self._is_training)
         self._feed = Feed(self._functions.send)
         self._doing = "training step" if self._is_training else "evaluation step"
 
@@ -265,7 +259,7 @@ class PredictFunction:
         self, engine: DistributedEngine, context: PipelineContext, model: keras.Model
     ) -> None:
         self._engine, self._model, self._splitter = engine, model, context.splitter
-        self._functions = Functions(engine, context, model.predict_step, compiles=model)
+        self._functions = Functions(engine, context, model, model.predict_step)
         self._progress = engine.strategy.progress
 
     def __call__(self, batches: list[Any]) -> Any:

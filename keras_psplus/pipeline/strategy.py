@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
@@ -51,10 +51,6 @@ def read_task() -> config.TaskConfig | None:
     return task
 
 
-def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
-    serving.end_process_after(lambda: serving.serve(task, startup_timeout=startup_timeout))
-
-
 def local_devices() -> list[str]:
     """Names of this process's GPUs or CPU devices; of a plan, its CPU repeated."""
     request = plan.read()
@@ -68,14 +64,10 @@ def local_devices() -> list[str]:
     ]
 
 
-def device_of_worker(index: int, kind: str) -> str:
-    return f"/job:worker/replica:0/task:{index}/device:{kind}:0"
-
-
 def devices_of_workers(count: int) -> list[str]:
     names = {device.name for device in tf.config.list_logical_devices()}
-    gpus = [device_of_worker(i, "GPU") for i in range(count)]
-    return [gpu if gpu in names else device_of_worker(i, "CPU") for i, gpu in enumerate(gpus)]
+    workers = [f"/job:worker/replica:0/task:{i}/device:" for i in range(count)]
+    return [f"{one}GPU:0" if f"{one}GPU:0" in names else f"{one}CPU:0" for one in workers]
 
 
 # Checks of `PipelineStrategy`'s own arguments.
@@ -278,15 +270,14 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
             devices, host = local_devices(), "/CPU:0"
             check_count(patterns, len(devices), pipelines)
         else:
-            check_count(patterns, len(self._task.cluster["worker"]), pipelines)
-            if self._task.task_type == "worker":
-                serve_and_exit(self._task, startup_timeout)
+            task = self._task
+            check_count(patterns, len(task.cluster["worker"]), pipelines)
+            if task.task_type == "worker":
+                serving.end_process_after(lambda: serving.serve(task, startup_timeout))
             tuning.tune()
             tuning.hide_gpus()
-            preflight.wait_for_cluster(
-                self._task, job_types=("chief", "worker"), timeout=startup_timeout
-            )
-            devices, host = self._connect(self._task)
+            preflight.wait_for_cluster(task, job_types=("chief", "worker"), timeout=startup_timeout)
+            devices, host = self._connect(task)
         self.plan = None
         self._options = {
             "microbatches": microbatches,
@@ -308,7 +299,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         self._communication = Communication()
         # What a step waits for is not measured.
         self._communication.add_source(traffic.traffic, lambda: 0.0)
-        super().__init__(PipelineExtended(self, made.devices, devices, host, copies.note_changed))
+        super().__init__(PipelineExtended(self, made, host, copies.note_changed))
         if self._task is not None:
             Watch(self, heartbeat_timeout)
         stalls.Inspector(stall_warning, StallProbe(self).look)
@@ -321,11 +312,10 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
             tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
         )
         failure.install_exit_hook()
-        count = len(spec["worker"])
         self._chief = serving.ShutdownNotifier(
             {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
-        return devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
+        return devices_of_workers(len(spec["worker"])), "/job:chief/replica:0/task:0/device:CPU:0"
 
     @property
     def num_stages(self) -> int:

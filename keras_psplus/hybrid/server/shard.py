@@ -23,11 +23,14 @@ from keras_psplus.hybrid.rows import (
     make_variable,
 )
 from keras_psplus.tables import files, snapshot
-from keras_psplus.tables.chunks import ChunkedRows, FrozenRows
+from keras_psplus.tables.chunks import ChunkedRows
 from keras_psplus.tables.row_optimizer import RowOptimizer
 from keras_psplus.tables.store import RowStore
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# A first row and a count, or one past the last; entries of keys.
+_RANGE = tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)
+_ENTRIES = tf.TensorSpec([None, 4], _LONG)
 # More parts than one step's rows could ever need.
 PARTS = 1 << 20
 # A function with a signature, that is served.
@@ -142,31 +145,22 @@ class TableShard:
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self) -> Method:
-        @traced(tf.TensorSpec([None], _INT))
-        def lookup(ids: tf.Tensor) -> tf.Tensor:
-            return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
-
-        return lookup
+        return traced(tf.TensorSpec([None], _INT))(
+            lambda ids: self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
+        )
 
     def _read(self, variable: tf.Variable) -> Method:
-        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
-        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            return variable.sparse_read(tf.range(first, first + count))
-
-        return read
+        return traced(*_RANGE)(
+            lambda first, count: variable.sparse_read(tf.range(first, first + count))
+        )
 
     def _write(self, variable: tf.Variable) -> Method:
         @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
         def write(first: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-            ids = tf.range(first, first + tf.shape(rows)[0])
-            with tf.control_dependencies(
-                [
-                    tf.raw_ops.ResourceScatterUpdate(
-                        resource=variable.handle, indices=ids, updates=rows
-                    )
-                ]
-            ):
-                return tf.shape(rows)[0]
+            count = tf.shape(rows)[0]
+            ids = tf.range(first, first + count)
+            tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=ids, updates=rows)
+            return count
 
         return write
 
@@ -295,11 +289,9 @@ class TableShard:
         return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
     def _norm(self) -> Method:
-        @traced(tf.TensorSpec([], _INT))
-        def norm(unused: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
-
-        return norm
+        return traced(tf.TensorSpec([], _INT))(
+            lambda unused: tf.reduce_sum(tf.square(self._sum_rows.read_value()))
+        )
 
     def _commit(self) -> Method:
         numbers = tf.TensorSpec([2 + self._updater.scalars], _FLOAT)
@@ -325,10 +317,6 @@ class TableShard:
 def traced(*signature: tf.TensorSpec) -> Callable[[Callable[..., tf.Tensor]], Method]:
     """Decorator of a method: a function with this signature."""
     return tf.function(input_signature=signature, autograph=False)
-
-
-_RANGE = tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)
-_ENTRIES = tf.TensorSpec([None, 4], _LONG)
 
 
 class DynamicShard(TableShard):
@@ -361,7 +349,10 @@ class DynamicShard(TableShard):
         if self._capturing is None:
             candidates = self.store.admission.candidates
             every = [self.store.key_rows, *([] if candidates is None else [candidates])]
-            self._capturing = self._freezing(), [self._reading(rows.frozen) for rows in every]
+            freeze = traced(tf.TensorSpec([3], _LONG))(
+                lambda since: self._lock.execute(lambda: self.store.freeze(since))
+            )
+            self._capturing = freeze, [self._read_part(rows.frozen.read) for rows in every]
         return files.Capture(self.store, key, since, *self._capturing)
 
     def prepare_capture(self) -> None:
@@ -371,35 +362,28 @@ class DynamicShard(TableShard):
             capture.warm_up()
             capture.close()
 
-    def _freezing(self) -> files.Freeze:
-        @traced(tf.TensorSpec([3], _LONG))
-        def freeze(since: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return self._lock.execute(lambda: self.store.freeze(since))
-
-        return freeze
-
-    def _reading(self, frozen: FrozenRows) -> files.Read:
-        @traced(*_RANGE)
-        def read(first: tf.Tensor, end: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return self._lock.execute(lambda: frozen.read(first, end))
-
-        return read
-
     def _makers(self) -> dict[str, Callable[[], Any]]:
         makers = super()._makers()
         makers["lookup"] = functools.partial(self._lookup_keys, False)
         makers["lookup_training"] = functools.partial(self._lookup_keys, True)
         makers["entries"] = lambda: self._read_part(self.store.entries)
         makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
-        makers["steps"] = self._steps
-        makers["removed"], makers["changed"] = self._removed, self._changed
+        makers["steps"] = lambda: traced(tf.TensorSpec([], _INT))(
+            lambda unused: self.store.clock.steps.read_value()
+        )
+        makers["removed"] = lambda: traced(tf.TensorSpec([2], _LONG))(
+            lambda since: self._lock.execute(lambda: self.store.removed(since))
+        )
+        makers["changed"] = self._changed
         makers["clear"] = self._clear
         if self.store.admission.candidates is not None:
             makers["candidates"] = lambda: traced(*_RANGE)(self.store.candidates)
             makers["insert_candidates"] = lambda: traced(_ENTRIES)(self.store.insert_candidates)
-        if self.store.admission.filter is not None:
-            makers["filter"] = self._filter
-            makers["set_filter"] = self._set_filter
+        if (bloom := self.store.admission.filter) is not None:
+            makers["filter"] = lambda: traced(*_RANGE)(
+                lambda first, count: bloom.read_value()[first : first + count]
+            )
+            makers["set_filter"] = lambda: self._set_filter(bloom)
         for i, column in enumerate(self.store.columns):
             number = self._first_slot + i - 1 if i else 0
             makers[f"read{number}"] = functools.partial(self._read_range, column)
@@ -443,20 +427,6 @@ class DynamicShard(TableShard):
 
         return put
 
-    def _steps(self) -> Any:
-        @traced(tf.TensorSpec([], _INT))
-        def steps(unused: tf.Tensor) -> tf.Tensor:
-            return self.store.clock.steps.read_value()
-
-        return steps
-
-    def _removed(self) -> Any:
-        @traced(tf.TensorSpec([2], _LONG))
-        def removed(since: tf.Tensor) -> tf.Tensor:
-            return self._lock.execute(lambda: self.store.removed(since))
-
-        return removed
-
     def _changed(self) -> Any:
         most = MESSAGE_BYTES // (4 * (snapshot.HEAD + self.dim)) - 1
 
@@ -474,29 +444,11 @@ class DynamicShard(TableShard):
 
         return clear
 
-    @property
-    def _bloom_filter(self) -> tf.Variable:
-        assert self.store.admission.filter is not None
-        return self.store.admission.filter
-
-    def _filter(self) -> Any:
-        filter_ = self._bloom_filter
-
-        @traced(*_RANGE)
-        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            return filter_.read_value()[first : first + count]
-
-        return read
-
-    def _set_filter(self) -> Any:
-        filter_ = self._bloom_filter
-
+    def _set_filter(self, bloom: tf.Variable) -> Any:
         @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None], tf.uint8))
         def write(first: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
             places = tf.range(first, first + tf.size(values))
-            tf.raw_ops.ResourceScatterUpdate(
-                resource=filter_.handle, indices=places, updates=values
-            )
+            tf.raw_ops.ResourceScatterUpdate(resource=bloom.handle, indices=places, updates=values)
             return tf.size(values)
 
         return write
