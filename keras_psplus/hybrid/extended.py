@@ -133,7 +133,7 @@ class TableExtended(_Replicas):
             rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
         # In the gradient of a branch, TensorFlow cannot read variables that the branch has not.
         count = tf.size(wanted)
-        kept = _all_rows if wanted is unique else lambda rows: rows[:count]
+        kept = (lambda rows: rows) if wanted is unique else (lambda rows: rows[:count])
         return variable.with_key_gradient(rows, unique, positions, kept)
 
     def _ready(self) -> list[tf.Tensor]:
@@ -275,10 +275,6 @@ class TableExtended(_Replicas):
 
 class HybridExtended(TableExtended, MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
-
-
-def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    return rows
 
 
 def _before_update(table: Table) -> list[tf.Operation]:

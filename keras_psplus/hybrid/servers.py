@@ -244,7 +244,7 @@ class Servers:
         has_begun: Callable[[], bool] = lambda: True,
     ) -> None:
         self._task, self._secret, self._has_begun = task, secret, has_begun
-        self._peers = [
+        self.peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
@@ -256,19 +256,19 @@ class Servers:
         self._unnamed: dict[int, ControlLink] = {}
         self._watching: dict[int, ControlLink] = {}
         self._at_good_end: list[Callable[[], None]] = []
-        self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
-        self._row_keys = [RowKey(secret) for _ in self._peers]
+        self._control = [ControlLink(*peer, secret, timeout) for peer in self.peers]
+        self._row_keys = [RowKey(secret) for _ in self.peers]
         # Of the servers' first processes, by which row keys go.
-        self._first_processes: list[str | None] = [None] * len(self._peers)
+        self._first_processes: list[str | None] = [None] * len(self.peers)
         self._startup_timeout = timeout
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self.peers)
 
     def new_links(self) -> list[RpcClient]:
         return [
             RpcClient(*peer, self._timeout, self._patience, self._recovers, key, self._has_begun)
-            for peer, key in zip(self._peers, self._row_keys)
+            for peer, key in zip(self.peers, self._row_keys)
         ]
 
     def greet(self, agreed: str, replicas: int, timeout: float) -> None:
@@ -290,7 +290,7 @@ class Servers:
             atexit.register(self._at_exit)
 
     def _greet(self, index: int, deadline: float) -> dict[str, Any]:
-        name, address = self._peers[index]
+        name, address = self.peers[index]
         while True:
             # Before it is called: a client whose call has failed waits longer each time.
             self._wait_until(lambda: handshake.listens(address), name, address, deadline)
@@ -345,14 +345,10 @@ class Servers:
             raise errors[0]
         return answers
 
-    @property
-    def peers(self) -> list[tuple[str, str]]:
-        return list(self._peers)
-
     def find_restarted(self, index: int) -> ControlLink | None:
         """Connects to a server that has restarted; returns None if it has not."""
         if index not in self._unnamed:
-            self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
+            self._unnamed[index] = ControlLink(*self.peers[index], self._secret, self._timeout)
         nonce = self._unnamed[index].request("who")["nonce"]
         if nonce == self._control[index].nonce:
             return None
@@ -375,7 +371,7 @@ class Servers:
 
     def pushes(self) -> list[list[int]]:
         found = []
-        for index, peer in enumerate(self._peers):
+        for index, peer in enumerate(self.peers):
             # From another thread than the one that trains.
             if index not in self._watching:
                 self._watching[index] = ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS)
@@ -384,7 +380,7 @@ class Servers:
 
     @functools.cached_property
     def _preemption_links(self) -> list[ControlLink]:
-        return [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self._peers]
+        return [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self.peers]
 
     def are_told_to_end(self) -> bool:
         """Whether a server that can be reached has got SIGTERM; for one thread."""
@@ -418,7 +414,7 @@ class Servers:
             return
         for function in self._at_good_end:
             function()
-        for name, address in self._peers:
+        for name, address in self.peers:
             try:
                 ControlLink(name, address, self._secret, _SHUTDOWN_SECONDS).request("shutdown")
             except TableServerError:

@@ -115,6 +115,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
     """
 
     _engine_class, _extended_class = HybridEngine, HybridExtended
+    _start = staticmethod(functools.partial(start, allow_ps=True))
 
     def __init__(
         self,
@@ -261,27 +262,14 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             Recovery(servers, backup_tables, table_timeout).start()
 
     def _waits(self, task: TaskConfig) -> StallProbe:
+        world = self.extended.world
         return StallProbe(
-            task,
-            self.progress,
-            self._step_marks,
-            self.extended.world,
-            self._sync,
-            self._find_servers,
+            *(task, self.progress, self._step_marks, world), self._sync, self._find_servers
         )
 
     def _find_servers(self) -> Servers:
         assert self._context is not None
         return self._context.servers
-
-    @staticmethod
-    def _start(
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-        startup_timeout: float,
-        heartbeat_timeout: float,
-        allow_ps: bool = True,
-    ) -> TaskConfig | None:
-        return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps)
 
     @property
     def _distributes(self) -> bool:

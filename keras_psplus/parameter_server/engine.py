@@ -48,10 +48,7 @@ from keras_psplus.parameter_server.pulls import parts_of
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.runner import PredictFunction, StepRunner
 from keras_psplus.parameter_server.state import WorkerStates
-from keras_psplus.parameter_server.step_functions import (
-    ServedFunction,
-    compiled_step,
-)
+from keras_psplus.parameter_server.step_functions import ServedFunction, compiled_step
 from keras_psplus.parameter_server.sync_steps import SyncRunner
 from keras_psplus.parameter_server.worker_function import (
     ClosureVariable,

@@ -25,12 +25,7 @@ import keras_psplus
 from keras_psplus.compression import wire
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.graph.metrics import added
-from keras_psplus.tf_internals import (
-    context,
-    execute,
-    executor,
-    resource_variable_ops,
-)
+from keras_psplus.tf_internals import context, execute, executor, resource_variable_ops
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import types_core as core
 

@@ -248,7 +248,7 @@ class PipelineContext:
     # The `PipeDreamFunction` whose steps have begun and not ended.
     under_way: Any = None
     # Whether variables were given values since the last step began.
-    _has_written: bool = False
+    has_written: bool = False
 
     def finish_writes(self) -> None:
         """Waits, before a step, until workers have done what was written to variables.
@@ -256,9 +256,6 @@ class PipelineContext:
         A chief sends eager operations and goes on, and nothing orders them before the parts of a
         function that runs on the same worker.
         """
-        if self._has_written:
-            self._has_written = False
+        if self.has_written:
+            self.has_written = False
             tf_context.context().sync_executors()
-
-    def note_written(self) -> None:
-        self._has_written = True

@@ -357,23 +357,9 @@ def sent_before(costs: Sequence[LayerCost], number: int) -> float:
     )
 
 
-# Slots for each trainable variable, momentum apart; of others, as many are assumed as Adam has.
-_SLOTS = {
-    "Adadelta": 2,
-    "Adafactor": 0,
-    "Adagrad": 1,
-    "Adam": 2,
-    "AdamW": 2,
-    "Adamax": 2,
-    "Ftrl": 2,
-    "Lamb": 2,
-    "Lion": 1,
-    "Muon": 1,
-    "Nadam": 2,
-    "RMSprop": 1,
-    "SGD": 0,
-}
-_UNKNOWN_SLOTS = 2
+# Slots for each trainable variable, momentum apart; others have as many as Adam, or are taken to.
+_SLOTS = {"Adafactor": 0, "Adagrad": 1, "Lion": 1, "Muon": 1, "RMSprop": 1, "SGD": 0}
+_SLOTS_OF_ADAM = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,6 +431,6 @@ def slots_of(optimizer: Any) -> int | None:
     if isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     names = [cls.__name__ for cls in type(optimizer).__mro__]
-    count = next((_SLOTS[name] for name in names if name in _SLOTS), _UNKNOWN_SLOTS)
+    count = next((_SLOTS[name] for name in names if name in _SLOTS), _SLOTS_OF_ADAM)
     options = ("momentum", "amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
     return count + sum(bool(getattr(optimizer, option, None)) for option in options)

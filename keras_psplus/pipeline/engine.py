@@ -208,8 +208,8 @@ class PipelineEngine(DistributedEngine):
     def run(self, call: Call) -> Any:
         if call.name != "compile":
             # A checkpoint of TensorFlow's, say, was read past `assign`.
-            self.context.copies.note_stale()
-            self.context.note_written()
+            self.context.copies.is_stale = True
+            self.context.has_written = True
         return super().run(call)
 
     def _divides_train_step(self, model: keras.Model) -> bool:
@@ -291,7 +291,7 @@ class PipelineEngine(DistributedEngine):
         self._settle_for(variable)
         self.context.copies.note_changed(variable)
         if tf.executing_eagerly():
-            self.context.note_written()
+            self.context.has_written = True
         return call.proceed()
 
     @answers("numpy")

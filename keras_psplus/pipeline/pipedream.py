@@ -269,7 +269,7 @@ class PipeDreamFunction:
         if turn == 0:
             # The script may have changed weights.
             self._take_versions()
-            self._context.note_written()
+            self._context.has_written = True
             self._context.finish_writes()
         replaced = self._gradients.tokens.handles(turn)
         if self._versions is not None:

@@ -82,7 +82,8 @@ class Copies:
         # By ids of Keras variables, and of their values and copies.
         self._of_variable: dict[int, Copied] = {}
         self._of_value: dict[int, tuple[Copied, int]] = {}
-        self._is_stale = False
+        # Whether primaries may have changed since the copies were given their values.
+        self.is_stale = False
         self._refresh_all: Any = None
 
     def pipeline_for(self, variable: keras.Variable, stage: int) -> int:
@@ -143,10 +144,6 @@ class Copies:
     def every(self) -> list[Copied]:
         return list(self._of_variable.values())
 
-    def note_stale(self) -> None:
-        """Notes that primaries may have changed since the copies were given their values."""
-        self._is_stale = True
-
     def note_changed(self, variable: keras.Variable | tf.Variable) -> None:
         """Notes an assignment to a variable, in a traced step or outside of one."""
         if self.pipelines == 1:
@@ -154,13 +151,13 @@ class Copies:
         copied = self.of(variable) or (self.find(variable) or (None,))[0]
         note = getattr(current_step(), "note_changed", None)
         if note is None:
-            self._is_stale = True
+            self.is_stale = True
         elif copied is not None:
             note(copied)
 
     def refresh_stale(self) -> None:
         """Gives all copies their values before a step, if that may be necessary."""
-        if not self._is_stale or not self._of_variable:
+        if not self.is_stale or not self._of_variable:
             return
         if self._refresh_all is None:
             copied = self.every()
@@ -171,7 +168,7 @@ class Copies:
 
             self._refresh_all = tf.function(refresh_all, autograph=False)
         self._refresh_all()
-        self._is_stale = False
+        self.is_stale = False
 
     def _is_copied(self, variable: keras.Variable) -> bool:
         is_weight = getattr(variable, "_is_made_to_train", False)
