@@ -413,10 +413,7 @@ class StageReplay:
         if id(leaf) not in self._found:
             # Another tensor: TensorFlow would find that the layer was called with this one before.
             self._found[id(leaf)] = tf.identity(leaf)
-        found, mask = self._found[id(leaf)], get_keras_mask(leaf)
-        if mask is not None:
-            set_keras_mask(found, mask)
-        return found
+        return _masked_as(leaf, self._found[id(leaf)])
 
 
 @contextlib.contextmanager

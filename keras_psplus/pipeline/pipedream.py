@@ -29,7 +29,7 @@ from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.pipeline import microbatches, schedule, traffic
 from keras_psplus.pipeline.boundary import READS
 from keras_psplus.pipeline.stages import host_of, making_on
-from keras_psplus.pipeline.step_function import Feed, Functions, is_ahead
+from keras_psplus.pipeline.step_function import Feed, Functions, is_ahead, on_device
 from keras_psplus.pipeline.traced_step import PipelineStep, Update
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -330,13 +330,8 @@ class PipeDreamFunction:
     ) -> None:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        grads = [_on(v._value.device, one) for v, one in zip(update.variables, grads)]
+        grads = [on_device(v._value.device, one) for v, one in zip(update.variables, grads)]
         with PipelineStep(self._engine, self._context, 1):
             self._engine.strategy.run(update.optimizer.apply, args=(grads, update.variables))
         versions.assign(turn)
         traffic.place(graph, before, self._context.stages)
-
-
-def _on(device: str, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    with tf.device(device):
-        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

@@ -159,7 +159,7 @@ class Functions:
         if used_on is None:
             return given
         leaves = [
-            _on(device, leaf) if device and isinstance(leaf, tf.Tensor) else leaf
+            on_device(device, leaf) if device and isinstance(leaf, tf.Tensor) else leaf
             for device, leaf in zip(used_on, tree.flatten(given.batch))
         ]
         return given._replace(batch=tree.pack_sequence_as(given.batch, leaves))
@@ -273,6 +273,6 @@ class PredictFunction:
         return tree.map_structure(lambda *parts: tf.concat(parts, 0), *results)
 
 
-def _on(device: str, tensor: tf.Tensor) -> tf.Tensor:
+def on_device(device: str, tensors: Any) -> Any:
     with tf.device(device):
-        return tf.identity(tensor)
+        return tf.nest.map_structure(tf.identity, tensors, expand_composites=True)
