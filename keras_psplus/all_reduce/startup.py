@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness import heartbeat
+from keras_psplus.all_reduce import liveness
 from keras_psplus.arguments import shown
 from keras_psplus.cluster import config, environment, preflight
 from keras_psplus.cluster.config import TaskConfig
@@ -56,7 +56,7 @@ def start(
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(spec),
         cluster_register_timeout_in_ms=int(startup_timeout * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat.service_seconds(heartbeat_timeout) * 1000),
+        heartbeat_timeout_in_ms=int(liveness.service_seconds(heartbeat_timeout) * 1000),
         coordinated_jobs=[
             coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
             for job in spec.jobs

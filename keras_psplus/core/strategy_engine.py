@@ -15,17 +15,15 @@ from keras_psplus.callbacks import CommunicationMonitor, add_step_report
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.monitor import goodput, step_times, task_report
 from keras_psplus.cluster.monitor.step_times import StepTimes
-from keras_psplus.core import plan
+from keras_psplus.core import data_position, models, plan
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base import checks
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.base.threads import BackgroundWriter
-from keras_psplus.core.data import data_position
 from keras_psplus.core.jobs.preemption import Preemption
-from keras_psplus.core.models import model_saving
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
 from keras_psplus.core.worker_state import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
@@ -205,7 +203,7 @@ class StrategyEngine(Engine):
 
     @answers("save", "save_weights")
     def _save(self, call: Call) -> Any:
-        return model_saving.save_in_place(call)
+        return models.save_in_place(call)
 
     # Callbacks.
 

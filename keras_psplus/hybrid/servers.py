@@ -17,8 +17,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
-from keras_psplus.all_reduce.liveness.stalls import StepMarks
+from keras_psplus.all_reduce import liveness
+from keras_psplus.all_reduce.liveness import StepMarks
 from keras_psplus.cluster import handshake
 from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
 from keras_psplus.cluster.channel.tls import Tls
@@ -458,7 +458,7 @@ class Servers:
                 pass  # It has ended, or hangs.
 
 
-class StallProbe(all_reduce_stalls.StallProbe):
+class StallProbe(liveness.StallProbe):
     """Probe of `stalls.Inspector` on a worker.
 
     Args:

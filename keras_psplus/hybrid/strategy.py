@@ -14,7 +14,7 @@ from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.all_reduce.data.elements import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module

@@ -4,7 +4,8 @@
 Keras, `variables` also those of TensorFlow and Python. `keras-psplus doctor --hooks` prints it.
 """
 
-from keras_psplus.keras_hooks import keras_rs, training, variables
+from keras_psplus.keras_hooks import training, variables
+from keras_psplus.keras_hooks import variables as keras_rs
 
 HOOKS = (
     *training.TRAINER,

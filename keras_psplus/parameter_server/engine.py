@@ -11,14 +11,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.core import data_position as epochs
+from keras_psplus.core import data_position as iterator_release
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import duplicate_rows, losses
-from keras_psplus.core.data import epochs, iterator_release
-from keras_psplus.core.data.data_position import UnknownLength
+from keras_psplus.core.data_position import UnknownLength
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph.variables import shape_to_be
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
@@ -151,7 +152,7 @@ class ParameterServerEngine(DistributedEngine):
             # A step that is given to another worker has its batch with it, and every element
             # counts once.
             dataset = iterator.data_adapter.get_tf_dataset()
-            iterator._distributed_dataset = iterator_release.Dataset(dataset)
+            iterator._distributed_dataset = iterator_release.ReleasedDataset(dataset)
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data

@@ -14,9 +14,8 @@ from keras_psplus.arguments import seconds
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.communication import Communication
-from keras_psplus.core import plan
+from keras_psplus.core import live, plan
 from keras_psplus.core.base import checks
-from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.parameter_server import modes, placement, startup
 from keras_psplus.parameter_server.context import OverlapChoice, StepAttempts, StepContext

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import elements, lookahead, same_data
+from keras_psplus.all_reduce.data import elements, same_data
+from keras_psplus.all_reduce.data import elements as lookahead
 from keras_psplus.all_reduce.data.elements import (
     GlobalBatches,
     array_dataset,
     as_it_is,
     share_shuffle,
 )
+from keras_psplus.core import seeds
 from keras_psplus.core.batch import batches
-from keras_psplus.core.data import seeds
-from keras_psplus.core.data.data_position import UnknownLength
+from keras_psplus.core.data_position import UnknownLength
 from keras_psplus.datasets import service as data_service
 from keras_psplus.datasets.rows_before_maps import Pipeline
 from keras_psplus.datasets.shuffle_seeds import seed_shuffles

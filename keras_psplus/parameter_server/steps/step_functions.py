@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.parameter_server.tracing.traffic import (
     TrafficCounter,

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.pipeline.base.gradients import differentiable

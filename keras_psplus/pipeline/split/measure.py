@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.data import seeds
+from keras_psplus.core import seeds
 from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.log import logger
 from keras_psplus.pipeline.split.costs import LayerCall, LayerCost

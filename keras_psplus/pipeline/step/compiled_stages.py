@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.graph import compiled_calls, subgraph
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.pipeline.base.stages import Stages
