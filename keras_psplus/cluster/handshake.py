@@ -12,9 +12,20 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Self
 
-from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.sessions import Authenticator, JobSecret, RefusedError, Session
-from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError, ChannelServer
+from keras_psplus.cluster.channel import (
+    BUSY,
+    CA,
+    CERT,
+    Authenticator,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    JobSecret,
+    RefusedError,
+    Session,
+    Tls,
+    speaks_tls,
+)
 from keras_psplus.cluster.config import TaskConfig, split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
@@ -229,7 +240,7 @@ def dial(
         StrangerError: If a task of another job answers, and this one has a token.
         OSError: If nobody is there; the message says how it showed.
     """
-    own_tls = tls.Tls.from_env()
+    own_tls = Tls.from_env()
     connect(address, timeout).close()
     with ChannelClient(address, own_tls) as client:
         session = Session(job.secret, lambda text: client.send(text, ANSWER_TIMEOUT))
@@ -255,7 +266,7 @@ def dial(
             raise ConnectionResetError("it closed the connection") from None
 
 
-def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
+def explain_tls(address: str, own: Tls | None, met: str) -> bool:
     """Raises if a server breaks calls off because of TLS.
 
     Args:
@@ -268,12 +279,12 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
     Raises:
         TlsError: If one of the two speaks TLS and the other does not, or does not trust it.
     """
-    if tls.is_spoken_at(address, ANSWER_TIMEOUT):
+    if speaks_tls(address, ANSWER_TIMEOUT):
         if own is None:
-            raise TlsError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
+            raise TlsError(f"it speaks TLS, and this task does not: set {CERT} here, too")
         reason = met.rpartition("last error: ")[2].partition("\n")[0][:200]
         raise TlsError(
-            f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
+            f"the TLS handshake failed: see that {CERT} and {CA} of both tasks go together "
             f"({reason})"
         )
     if own is not None:
@@ -284,7 +295,7 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
                 if plain.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
                     return True
             else:
-                raise TlsError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
+                raise TlsError(f"it does not speak TLS, and this task does: set {CERT} there")
     return False
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, TypeVar
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.handshake import Listener, PeerIdentity, conflict
 from keras_psplus.cluster.ports import port_holder

@@ -18,9 +18,16 @@ import tensorflow as tf
 
 from keras_psplus import versions
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Secret, Session
-from keras_psplus.cluster.channel.transport import ChannelClient, ChannelError, ChannelServer
+from keras_psplus.cluster.channel import (
+    Authenticator,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    RefusedError,
+    Secret,
+    Session,
+    Tls,
+)
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
@@ -109,7 +116,7 @@ def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWE
         TimeoutError: If the port cannot be reached, as behind a firewall.
         OSError: If the two disagree on TLS.
     """
-    address, own_tls = control_address(task), tls.Tls.from_env()
+    address, own_tls = control_address(task), Tls.from_env()
     try:
         handshake.connect(address, _CONNECT_SECONDS).close()
     except ConnectionRefusedError:

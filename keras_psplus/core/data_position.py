@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
-from keras_psplus.datasets import service
+from keras_psplus.datasets import check_job_gave_rows
 from keras_psplus.keras_internals.keras_parts import (
     data_adapter,
     epoch_iterator,
@@ -242,7 +242,7 @@ def check_rows_came(adapter: data_adapter.DataAdapter) -> None:
     """Sees that a lost data service is not taken for the end of data."""
     adapter = adapter.of if isinstance(adapter, UnknownLength) else adapter
     if isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
-        service.check_rows_came(adapter.get_tf_dataset())
+        check_job_gave_rows(adapter.get_tf_dataset())
 
 
 # Resumes `fit`'s data after the last trained batch.

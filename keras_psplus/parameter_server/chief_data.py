@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.core import seeds as data_seeds
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
     py_dataset_adapter,

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from keras_psplus.cluster import config, preflight, serving
-from keras_psplus.cluster.channel.sessions import RefusedError
+from keras_psplus.cluster.channel import RefusedError
 from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import control_address

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.transport import ConnectionWatch
+from keras_psplus.cluster.channel import ConnectionWatch
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.core.jobs import failure

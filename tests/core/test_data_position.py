@@ -9,7 +9,7 @@ from keras_psplus.all_reduce.data.elements import SharedShuffle
 from keras_psplus.all_reduce.data.sharding import of_one_replica
 from keras_psplus.core import data_position
 from keras_psplus.core import data_position as iterator_release
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import array_data_adapter, tf_trainer
 
 ROWS, BATCH, EPOCHS = 16, 4, 4

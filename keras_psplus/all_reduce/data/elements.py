@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus import datasets
 from keras_psplus.all_reduce.data.same_data import POLICY
 from keras_psplus.core.batch import batches
-from keras_psplus.datasets import rows_before_maps
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import array_slicing, py_dataset_adapter, tree
 
 # Elements of datasets: forms that TensorFlow can distribute, and their specifications.
@@ -243,7 +243,7 @@ class GlobalBatches(NamedTuple):
     how: str
 
 
-def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline | str:
+def pipeline_of(dataset: Any, world: batches.World) -> datasets.Pipeline | str:
     """Takes a dataset apart, if each worker can then map its own rows only.
 
     Args:
@@ -255,7 +255,7 @@ def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline
     if dataset is None or world.local_replicas == world.replicas:
         return ""
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    return rows_before_maps.take_apart(dataset, is_trusted=policy == POLICY.DATA)
+    return datasets.take_apart(dataset, is_trusted=policy == POLICY.DATA)
 
 
 def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> GlobalBatches:
@@ -274,9 +274,7 @@ def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> Global
     return GlobalBatches(dataset, cut, spec, how)
 
 
-def of_own_rows(
-    pipeline: rows_before_maps.Pipeline, world: batches.World, seed: int
-) -> GlobalBatches:
+def of_own_rows(pipeline: datasets.Pipeline, world: batches.World, seed: int) -> GlobalBatches:
     """Batches of which every worker maps its own rows only.
 
     Args:

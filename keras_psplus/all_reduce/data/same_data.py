@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.core import seeds
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
     py_dataset_adapter,

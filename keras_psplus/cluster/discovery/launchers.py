@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import (
     EVALUATOR,
     JOB_TYPES,
