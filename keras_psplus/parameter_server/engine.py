@@ -11,8 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import data_position as epochs
-from keras_psplus.core import data_position as iterator_release
+from keras_psplus.core import data_position
 from keras_psplus.core import gradient_path
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import duplicate_rows, losses
@@ -144,7 +143,7 @@ class ParameterServerEngine(DistributedEngine):
     def _make_iterator(self, call: Call) -> None:
         context, seed_for = self._context, self.progress.data_seed
         of_workers = chief_data.take_apart(context.num_workers, call.kwargs)
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         worker_data = chief_data.on_workers(
             context, iterator.data_adapter, self._keeps_order, of_workers, seed_for
         )
@@ -152,7 +151,7 @@ class ParameterServerEngine(DistributedEngine):
             # A step that is given to another worker has its batch with it, and every element
             # counts once.
             dataset = iterator.data_adapter.get_tf_dataset()
-            iterator._distributed_dataset = iterator_release.ReleasedDataset(dataset)
+            iterator._distributed_dataset = data_position.ReleasedDataset(dataset)
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data

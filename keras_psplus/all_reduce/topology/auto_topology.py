@@ -38,7 +38,7 @@ _MOST_PASSES, _LEAST_MS = 20, 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """An order of hosts that is better_ring than theirs.
+    """An order of hosts that is better than theirs.
 
     Attributes:
         hosts: Their names, in the order in which they should have their ranks.
