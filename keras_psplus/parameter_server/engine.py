@@ -11,8 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import data_position
-from keras_psplus.core import gradient_path
+from keras_psplus.core import data_position, gradient_path
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import duplicate_rows, losses
 from keras_psplus.core.data_position import UnknownLength
