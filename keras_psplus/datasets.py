@@ -44,12 +44,7 @@ from keras_psplus.tf_internals import data_structure as structure
 
 
 def graph_of(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
-    """Writes a dataset out as a `GraphDef`.
-
-    Raises:
-        tf.errors.OpError: If the dataset cannot be written out.
-        ValueError: If it is larger than a `GraphDef` can be.
-    """
+    """Writes a dataset out as a `GraphDef`."""
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     serialized = dataset._as_serialized_graph(external_state_policy=policy).numpy()
     return graph_pb2.GraphDef.FromString(serialized)
@@ -107,9 +102,6 @@ def objection(function: Any, is_trusted: bool) -> str | None:
         function: `ConcreteFunction` of a map.
         is_trusted: Whether the script has said that its maps keep nothing from one element to the
             next; it is believed where the graph does not show the contrary.
-
-    Returns:
-        What the map does, or None if the function may be run on some elements only.
     """
     graph = function.graph.as_graph_def()
     functions = {function.signature.name for function in graph.library.function}
@@ -228,10 +220,6 @@ class Pipeline(NamedTuple):
 
 def take_apart(dataset: tf.data.Dataset, is_trusted: bool) -> Pipeline | str:
     """Finds the maps of a dataset that may run on some rows of each batch.
-
-    Args:
-        is_trusted: Whether the script has said that its maps keep nothing from one element to the
-            next; it is believed where the graph does not show the contrary.
 
     Returns:
         `Pipeline`, or the reason why there is no such map.
@@ -424,9 +412,6 @@ def seed_shuffles(dataset: tf.data.Dataset, seed: int, apart: bool = False) -> t
     Args:
         seed: Python int, equal on all workers.
         apart: Whether to read the result does not move the dataset on to its next order.
-
-    Returns:
-        The dataset itself if its order is settled already, else an equal one with seeds.
     """
     if not has_stage(dataset, _OF_ORDER):
         return dataset
@@ -453,9 +438,6 @@ def serialize(dataset: tf.data.Dataset, seed: int, epoch: int = 0) -> bytes:
         seed: Python int, what unseeded shuffles are seeded with.
         epoch: Number of the pass over the data: shuffles that reshuffle each time have another
             order in each.
-
-    Returns:
-        The serialized `GraphDef`.
 
     Raises:
         ValueError: If the dataset needs something of this process (a Python function, a generator,
@@ -651,11 +633,7 @@ def description(found: Sequence[Reader]) -> str:
 
 
 def check_job_gave_rows(dataset: tf.data.Dataset) -> None:
-    """Raises for an epoch without batches, if an exhausted job may be the reason.
-
-    Raises:
-        ValueError: If the dataset reads from a job of the service that has a name.
-    """
+    """Raises for an epoch without batches, if an exhausted job may be the reason."""
     jobs = sorted({reader.job_name for reader in readers(dataset) if reader.job_name})
     if jobs:
         raise ValueError(

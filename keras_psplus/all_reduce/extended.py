@@ -101,11 +101,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self.set_topology(topology)
 
     def set_topology(self, topology: Topology | str) -> None:
-        """Sets the topology along which gradients are summed, before the first step.
-
-        Args:
-            topology: `Topology` of the workers, the same on all of them, or `"flat"`.
-        """
+        """Sets the topology along which gradients are summed, before the first step."""
         if self.control is not None:
             self.control.check_same("topology", str(topology), f"topology {topology}")
         self.levels = self._levels_of(topology)

@@ -136,11 +136,7 @@ class StepClock:
             self._last, self._last_at = self._now(), returned
 
     def mark(self, moment: int, tensors: list[Any]) -> None:
-        """Adds up the moment at which tensors are there, in the step's graph.
-
-        Args:
-            moment: `ARRIVED` or `DONE`.
-        """
+        """Adds up the moment at which tensors are there, in the step's graph."""
         # Others than `fit` and `evaluate` also take steps, and do not say when they call them.
         if not self.measures or not self._is_called:
             return
@@ -312,9 +308,6 @@ class StallProbe(stalls.StallProbe):
         """Names the workers that have not reached a step, or the state of all.
 
         In a large cluster the first worker asks all others, and these ask the first one only.
-
-        Args:
-            entered: The step's number, `Progress.entered`.
         """
         if self._asks_first_only:
             return self._missing_by_first(entered)
@@ -444,12 +437,6 @@ class HeartbeatWatch:
     Each asks all others, as it stands still itself; in a large cluster, its neighbours. A worker
     that finds one dead ends its own collectives with an error that names it, and in a large cluster
     tells the others, who may not ask that one.
-
-    Args:
-        timeout: Seconds without an answer after which a worker counts as dead.
-
-    Attributes:
-        lost: Names of the workers that count as dead.
     """
 
     def __init__(self, task: TaskConfig, timeout: float) -> None:

@@ -23,12 +23,6 @@ def start(
 ) -> config.TaskConfig | None:
     """Checks the cluster, waits for its workers, and configures TensorFlow for it.
 
-    Args:
-        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
-        startup_timeout: Seconds to wait for the other workers.
-        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
-        allow_ps: Whether the cluster may have `ps` tasks, which are not part of it.
-
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
     """
@@ -68,11 +62,7 @@ def start(
 def task_of(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
 ) -> config.TaskConfig | None:
-    """`TaskConfig` of this process, or None if it trains alone.
-
-    Args:
-        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
-    """
+    """`TaskConfig` of this process, or None if it trains alone."""
     task = _found(cluster_resolver)
     return None if task is None or task.task_type == config.EVALUATOR else task
 

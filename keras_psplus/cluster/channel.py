@@ -42,12 +42,7 @@ _loading = threading.Lock()
 
 
 def load_grpc() -> Any:
-    """Imports `grpc`; the environment stays as it is.
-
-    Raises:
-        RuntimeError: In a fork of a process that has used it, whose threads are not here: it would
-            wait for them without end.
-    """
+    """Imports `grpc`; the environment stays as it is."""
     with _loading:  # Two threads at once would take each other's environment for the user's.
         module, pid = _load_grpc()
     if pid != os.getpid():
@@ -93,11 +88,7 @@ class Tls:
 
     @classmethod
     def from_env(cls) -> Self | None:
-        """Reads the files that the environment names; None if it names none.
-
-        Raises:
-            ClusterConfigError: If one is missing, cannot be read, or does not go with the others.
-        """
+        """Reads the files that the environment names; None if it names none."""
         paths = {name: os.environ.get(name, "") for name in (CERT, KEY, CA)}
         given = {**paths, NAME: os.environ.get(NAME, "")}
         received = "Received: " + ", ".join(f"{name}={text}" for name, text in given.items())
@@ -266,13 +257,7 @@ class Authenticator:
         hint: Callable[[], Any] = lambda: None,
         refuse: Callable[[], None] = lambda: None,
     ) -> str:
-        """Answers a message.
-
-        Args:
-            handle: Function of a request's text that returns the answer's.
-            hint: Function that returns what anybody is told who opens a session.
-            refuse: Function that is called for a request without a proof.
-        """
+        """Answers a message."""
         try:
             message = json.loads(text)
             if "open" in message:
@@ -435,9 +420,6 @@ class ChannelServer:
         handle: Function of a request's text and of the caller's host that returns the answer's.
         hint: Function that returns what anybody is told who calls.
         refuse: Function of the host of a caller without a proof.
-
-    Raises:
-        OSError: If it cannot listen there.
     """
 
     def __init__(
@@ -496,12 +478,7 @@ class ChannelServer:
 
 
 def keepalive(seconds: float, timeout: float) -> list[tuple[str, int]]:
-    """gRPC's options by which a connection's end notices that the other is silent.
-
-    Args:
-        seconds: Seconds without a byte after which it pings.
-        timeout: Seconds that the other end has for the answer.
-    """
+    """gRPC's options by which a connection's end notices that the other is silent."""
     return [
         ("grpc.keepalive_time_ms", int(1000 * seconds)),
         ("grpc.keepalive_timeout_ms", int(1000 * timeout)),
@@ -638,10 +615,6 @@ class ConnectionWatch:
     """Notes since when which connections are broken.
 
     What has never been reached counts as nothing: a firewall may close the channel's port.
-
-    Args:
-        addresses: Dict from tasks' names to addresses of their control channels.
-        timeout: Seconds that a silence may last, within which it has to be noted.
     """
 
     def __init__(self, addresses: Mapping[str, str], timeout: float) -> None:
@@ -663,11 +636,7 @@ class ConnectionWatch:
             return {name: now - since + self._unnoticed for name, since in self._broken.items()}
 
     def wait_for_connection(self, name: str, made: int) -> int:
-        """Waits until a task has been connected more often; returns how often it has.
-
-        Args:
-            made: How often it had been, as far as is known; 0 at first.
-        """
+        """Waits until a task has been connected more often; returns how often it has."""
         with self._changed:
             self._changed.wait_for(lambda: self._made[name] > made)
             return self._made[name]

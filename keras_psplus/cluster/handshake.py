@@ -150,14 +150,7 @@ Place = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 def places_of(address: str) -> list[Place]:
-    """Looks up an address.
-
-    Args:
-        address: `host:port`.
-
-    Returns:
-        Families and addresses of sockets; none if nothing is known of it.
-    """
+    """Looks up an address."""
     try:
         host, port = split_address(address)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -170,10 +163,6 @@ def state_of(places: Sequence[Place], timeout: float) -> str:
     """State of the server at one of some places: `ANSWERS`, `SILENT` or `GONE`.
 
     A silent one hangs, or is cut off. A refused connection says that the server has ended.
-
-    Args:
-        places: Those that `places_of` returns.
-        timeout: Seconds that it has.
     """
     state = GONE
     for family, place in places:
@@ -227,10 +216,6 @@ def dial(
 ) -> PeerIdentity | None:
     """Calls a task and says who this is.
 
-    Args:
-        address: The task's `host:port`.
-        timeout: Seconds that connecting may take.
-
     Returns:
         The `PeerIdentity` of a task that is waiting too; `None` if another server
         (TensorFlow's) accepted. Without a token it may be an unproven one: of a task that was
@@ -268,10 +253,6 @@ def dial(
 
 def explain_tls(address: str, own: Tls | None, met: str) -> bool:
     """Raises if a server breaks calls off because of TLS.
-
-    Args:
-        address: The server's `host:port`.
-        met: Text of the error that the call has met.
 
     Returns:
         Whether it is a server that knows nothing of this library, such as TensorFlow's.
@@ -362,9 +343,6 @@ class Listener:
 
     Attributes:
         identity: The same; what is answered from now on.
-
-    Raises:
-        OSError: If it cannot listen there.
     """
 
     def __init__(self, port: int, mine: PeerIdentity, job: JobSecret) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -24,7 +24,6 @@ from keras_psplus.log import logger
 from keras_psplus.tf_internals import context
 
 if TYPE_CHECKING:
-    from keras_psplus.core.strategy_engine import StrategyEngine
     from keras_psplus.engine import Call
 
 
@@ -134,11 +133,7 @@ class _Kept:
 
 
 class _Releaser:
-    """Looks now and then which iterators nobody uses any more.
-
-    Attributes:
-        kept: The iterators that have not been released.
-    """
+    """Looks now and then which iterators nobody uses any more."""
 
     def __init__(self) -> None:
         self.kept: list[_Kept] = []
@@ -210,11 +205,7 @@ atexit.register(_releaser.leave)
 
 
 class UnknownLength(data_adapter.DataAdapter):
-    """A data adapter whose number of steps shows only when all workers have run out.
-
-    Attributes:
-        of: The data adapter of this worker's data.
-    """
+    """A data adapter whose number of steps shows only when all workers have run out."""
 
     def __init__(self, adapter: data_adapter.DataAdapter) -> None:
         self.of = adapter
@@ -254,14 +245,6 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
     To be called when an iteration has begun. The data have the order of the first run, also when
     they are shuffled, because an iterator is opened for each earlier epoch here, too. Batches are
     read only where an epoch begins in the middle of the data (`steps_per_epoch`).
-
-    Args:
-        iterator: Keras's epoch iterator, of which nothing has been read.
-        epochs: How many epochs come before.
-        batches: How many batches of the present epoch do.
-
-    Raises:
-        ValueError: If the position is in the middle of an execution of several steps.
     """
     several = iterator.steps_per_execution
     if batches % several and batches != iterator.num_batches:
@@ -401,9 +384,6 @@ def check(iterator: Any, saved: dict[str, int | None], epoch: int, batch: int) -
     Args:
         saved: What `layout_of` has returned for the data of the backup.
         epoch, batch: Where training goes on.
-
-    Raises:
-        ValueError: If that is in the middle of an epoch that has other batches.
     """
     own = layout_of(iterator)
     changed = [name for name in own if own[name] != saved.get(name, own[name])]
@@ -444,7 +424,7 @@ def make_without_data(call: Call) -> Any:
 def begin_epochs(call: Call) -> Any:
     """Begins to iterate, and skips what was trained before."""
     result = call.proceed()
-    engine = cast("StrategyEngine", call.engine)
+    engine: Any = call.engine
     before = engine.progress.begin_iteration(call.owner)
     if before is not None:
         engine.skip_data(call.owner, *before)

@@ -101,12 +101,7 @@ class DistributedEngine(StrategyEngine):
         checks.check_variables(self.strategy, call.owner)
 
     def trace_step(self, model: keras.Model, step: Callable[..., Any], batch_spec: Any) -> None:
-        """Traces a step that makes variables, and runs nothing of it.
-
-        Args:
-            step: Its `train_step` or `test_step`.
-            batch_spec: Type specification of a batch.
-        """
+        """Traces a step that makes variables, and runs nothing of it."""
         step = model._autoconvert_optionals(step)
         models.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
 
@@ -186,9 +181,6 @@ class DistributedEngine(StrategyEngine):
 
 def symbolic_batch(spec: Any) -> Any:
     """A batch's type specification with what Keras's symbolic build asks of a batch.
-
-    Args:
-        spec: Nested structure of `tf.TypeSpec`.
 
     Returns:
         The same structure, with None for what has no dtype.

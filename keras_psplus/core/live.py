@@ -154,12 +154,7 @@ def load(call: Call) -> Any:
 
 
 def check_built_in_scope(model: keras.Model, method: str) -> None:
-    """Raises if the model was built outside the strategy's scope.
-
-    Raises:
-        ValueError: If the model was built outside of every strategy's scope while a strategy
-            distributes training, and not in `single_process`.
-    """
+    """Raises if the model was built outside the strategy's scope."""
     if not _is_outside(model):
         return
     forget_unused()

@@ -64,11 +64,7 @@ def _inlined_functions() -> Iterator[None]:
 
 
 def trace(run: Callable[[Any], Any], batch_spec: Any) -> None:
-    """Traces a function of a batch, which makes variables, without running it.
-
-    Args:
-        batch_spec: Type specification of the batch.
-    """
+    """Traces a function of a batch, which makes variables, without running it."""
 
     def traced(batch: Any) -> None:
         with _inlined_functions():
@@ -82,9 +78,6 @@ class Builder:
 
     Keras calls the model on the batch. A GAN, a contrastive or a diffusion model takes the batch
     apart in its `train_step`, and its `call` takes something else or does not exist.
-
-    Args:
-        trace: Function of the model, the step and the batch's specification, in the scope.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -93,12 +86,7 @@ class Builder:
         self._left = weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]]()
 
     def build(self, model: keras.Model, step_name: str, batch: Any) -> None:
-        """Makes the variables that a step of a model needs.
-
-        Args:
-            step_name: `"train_step"` or `"test_step"`.
-            batch: The batch, or its type specification.
-        """
+        """Makes the variables that a step of a model needs."""
         try:
             self._build(model, step_name, batch)
         except Exception:
@@ -330,12 +318,7 @@ def copied(variable: keras.Variable) -> tf.Variable:
 
 @contextlib.contextmanager
 def with_copies(model: Any, copy: Callable[[keras.Variable], Any]) -> Iterator[list[Any]]:
-    """Context in which a model computes with copies of its variables, wherever these are.
-
-    Args:
-        model: A model, or an archive of functions.
-        copy: Function of a variable that returns that of its value.
-    """
+    """Context in which a model computes with copies of its variables, wherever these are."""
     for variable in model.variables:
         # Pipelines make a variable when it is read, or a model is cut into stages.
         if variable._value is None:

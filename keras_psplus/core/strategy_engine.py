@@ -173,21 +173,11 @@ class StrategyEngine(Engine):
         backup_callback.end(self, event.owner)
 
     def data_position(self, iterator: Any) -> Any:
-        """Position in the data to save, beside the numbers of batches and epochs.
-
-        Returns:
-            What can be turned into JSON.
-        """
+        """Position in the data to save, beside the numbers of batches and epochs."""
         return None
 
     def skip_data(self, iterator: Any, epochs: int, batches: int, position: Any) -> None:
-        """Brings an epoch iterator, which has begun to iterate, to where training goes on.
-
-        Args:
-            epochs: How many epochs come before.
-            batches: How many batches of the present epoch do.
-            position: What `data_position` has returned there.
-        """
+        """Brings an epoch iterator, which has begun to iterate, to where training goes on."""
         data_position.skip(iterator, epochs, batches)
 
     @answers("steps_end", "test_steps_end")
@@ -457,9 +447,6 @@ def exchange(
     Args:
         callbacks: The callbacks of `fit`, which have heard of the end of the epoch.
         times: Text of this worker's step times.
-
-    Returns:
-        List of such texts of all workers.
     """
     monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
     seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
@@ -478,11 +465,7 @@ def exchange(
 
 
 def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
-    """Has the chief name the task that held the others up in an epoch.
-
-    Args:
-        packed: What `EpochTimes.packed` has returned on each worker.
-    """
+    """Has the chief name the task that held the others up in an epoch."""
     if not is_chief:
         return
     times = {

@@ -109,11 +109,7 @@ class Hook:
         return self.parameters[self.by] if self.parameters else ""
 
     def install(self) -> None:
-        """Replaces the function.
-
-        Raises:
-            ImportError: If it does not fit.
-        """
+        """Replaces the function."""
         self.check_signature()
         find, ask, by, name = self.find, self.ask, self.by, self._by_name
         if find is None:

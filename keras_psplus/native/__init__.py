@@ -49,11 +49,7 @@ class DamagedError(OSError):
 
 
 def cache_folder() -> pathlib.Path:
-    """The folder of what is compiled: `keras_psplus` in `$XDG_CACHE_HOME` or `~/.cache`.
-
-    Raises:
-        RuntimeError: If there is no home.
-    """
+    """The folder of what is compiled: `keras_psplus` in `$XDG_CACHE_HOME` or `~/.cache`."""
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # Its specification has these ignored.
         base = pathlib.Path.home() / ".cache"
@@ -63,16 +59,7 @@ def cache_folder() -> pathlib.Path:
 
 
 class Folder:
-    """A folder below `cache_folder()`, held open, so that it stays the one that was checked.
-
-    Args:
-        path: Its path, a `pathlib.Path`, directly below `cache_folder()`.
-        make: Whether it is made if it is not there.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        UnsafeError: If others could write to it, or replace it.
-    """
+    """A folder below `cache_folder()`, held open, so that it stays the one that was checked."""
 
     def __init__(self, path: pathlib.Path, make: bool = False) -> None:
         self._path = path
@@ -93,12 +80,7 @@ class Folder:
         os.close(self._fd)
 
     def open(self, name: str) -> io.BufferedReader:
-        """Opens a file to be read that only this user, or root, can have written.
-
-        Raises:
-            FileNotFoundError: If it is not there.
-            UnsafeError: If it is a link, or others could have written it.
-        """
+        """Opens a file to be read that only this user, or root, can have written."""
         path = self._path / name
         with _links_named(path):
             fd = os.open(name, _READ, dir_fd=self._fd)
@@ -334,14 +316,7 @@ def is_built() -> bool:
 
 
 def opened(library: pathlib.Path) -> int:
-    """Opens a library that `build` has found, and checks again what was opened.
-
-    Returns:
-        Descriptor of the open file.
-
-    Raises:
-        OSError: If it is not there, damaged, or others could have written it.
-    """
+    """Opens a library that `build` has found, and checks again what was opened."""
     with Folder(library.parent) as folder, folder.open_whole(library.name) as file:
         return os.dup(file.fileno())
 

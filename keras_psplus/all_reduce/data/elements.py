@@ -98,11 +98,7 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
 
 
 class SharedShuffle(py_dataset_adapter.PyDataset):
-    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
-
-    Args:
-        seed: Int, equal on all workers.
-    """
+    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed."""
 
     def __init__(self, py_dataset: keras.utils.PyDataset, seed: int) -> None:
         super().__init__(
@@ -246,9 +242,6 @@ class GlobalBatches(NamedTuple):
 def pipeline_of(dataset: Any, world: batches.World) -> datasets.Pipeline | str:
     """Takes a dataset apart, if each worker can then map its own rows only.
 
-    Args:
-        dataset: `tf.data.Dataset`, or None for data of other kinds.
-
     Returns:
         `Pipeline`, or why each worker has to map all rows; empty if it has no others.
     """
@@ -371,11 +364,7 @@ def _joined(this: tf.experimental.Optional, after: tf.experimental.Optional) -> 
 def on_devices(
     strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
 ) -> tf.distribute.DistributedDataset:
-    """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device.
-
-    Args:
-        dataset: `tf.data.Dataset` of `Shards`, of as many elements on all workers.
-    """
+    """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device."""
 
     @as_it_is
     def parts(shards: batches.Shards) -> tf.data.Dataset:

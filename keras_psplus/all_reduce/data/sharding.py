@@ -137,9 +137,6 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     """A data adapter's batches, whole, for one replica alone.
 
     They come in the order of `distribute`, unless the script or a service decides it.
-
-    Returns:
-        `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
     """
     kind, _, source = same_data.describe(adapter)
     if kind == "array":

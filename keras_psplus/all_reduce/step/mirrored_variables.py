@@ -45,13 +45,7 @@ def from_chief(
 def sum_from_chief(
     launcher: Launcher, is_chief: bool, variables: Sequence[tf.Variable], bucket_bytes: int
 ) -> None:
-    """Gives variables the chief's values, in sums to which the other workers add zeros.
-
-    Args:
-        launcher: Collectives of all workers.
-        variables: List of variables, the same on all workers.
-        bucket_bytes: Size in bytes up to which variables share a collective.
-    """
+    """Gives variables the chief's values, in sums to which the other workers add zeros."""
 
     def dtype_of(variable: tf.Variable) -> tf.DType:
         return WIDER.get(variable.dtype, variable.dtype)
@@ -78,7 +72,6 @@ class _RowReads:
     """Reads of rows by mirrored variables; see `keras_hooks.variables`."""
 
     def sparse_read(self, call: Call) -> tf.Tensor:
-        """Rows of the copy on this device."""
         indices = tf.convert_to_tensor(call.get("indices"))
         if indices.dtype not in (tf.int32, tf.int64):
             # The kernel that reads whole values takes smaller integers, too.
@@ -86,7 +79,6 @@ class _RowReads:
         return _component(call.owner).sparse_read(indices, name=call.get("name"))
 
     def gather_nd(self, call: Call) -> tf.Tensor:
-        """Slices of the copy on this device."""
         return _component(call.owner).gather_nd(call.get("indices"), name=call.get("name"))
 
 

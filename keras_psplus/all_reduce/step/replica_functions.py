@@ -41,12 +41,6 @@ def synchronise(
 
     Args:
         means: Variables to set to their mean over all replicas, weighted by rows.
-
-    Returns:
-        Structure like `logs`.
-
-    Raises:
-        ValueError: If a log is computed from a metric in a way that cannot be repeated.
     """
     paths, leaves = _flatten(logs)
     if tf.executing_eagerly():

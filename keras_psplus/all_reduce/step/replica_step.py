@@ -175,9 +175,6 @@ class TapeGradients:
         Args:
             optimizer: The optimizer; None if its compressors cannot be used for this.
             wants_parts: Whether replicas' parts are wanted even where there are sums.
-
-        Raises:
-            ValueError: If gradients were changed where they cannot be summed before.
         """
         grads = [tf.convert_to_tensor(g) if _is_variable(g) else g for g in grads]
         if tf.executing_eagerly():

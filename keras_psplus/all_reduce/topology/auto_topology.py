@@ -66,14 +66,6 @@ def better_ring(
 
     Returns:
         `Order`, or None if there is none that takes at most 85 % of the time.
-
-    Example:
-
-    >>> near, far = Link(0.1, 1e9), Link(0.1, 1e8)
-    >>> links = {(0, 1): far, (0, 2): near, (0, 3): far, (1, 2): far, (1, 3): near, (2, 3): far}
-    >>> found = better_ring(Links(["a", "b", "c", "d"], links), range(4), [[0, 2], [1, 3]], 1e6)
-    >>> found.hosts
-    ('a', 'c', 'b', 'd')
     """
     own = list(ring)
     before = ring_ms(links, own, groups, count)
@@ -95,10 +87,6 @@ def ring_ms(
     """Milliseconds of a sum along a ring, whose rounds take the slowest link's time.
 
     There are two rounds for each piece but the first.
-
-    Args:
-        order: Hosts, as places in `links.hosts`, in the order of the ring.
-        count: Bytes that are summed.
     """
     group_of = {host: number for number, group in enumerate(groups) for host in group}
     slowest, leaving = 0.0, [0.0] * len(groups)
@@ -197,9 +185,6 @@ def measure(extended: MultiWorkerMirroredExtended) -> MeasuredLinks:
 
     Args:
         extended: The strategy's. The first replica of each worker sends and receives.
-
-    Returns:
-        Dict from pairs of workers' numbers to `MeasuredLink`, the same on all workers.
     """
     workers, mine = extended._num_workers, extended._id_in_cluster
     local = len(extended.worker_devices)
@@ -273,11 +258,7 @@ _ELEMENTS, _ROUNDS = 1 << 18, 3
 
 
 class ChosenTopology(NamedTuple):
-    """A chosen topology, and the measurements behind it.
-
-    Attributes:
-        report: A table of the links, and a line on the choice.
-    """
+    """A chosen topology, and the measurements behind it."""
 
     topology: Topology | str
     report: str
@@ -285,11 +266,7 @@ class ChosenTopology(NamedTuple):
 
 
 def decide(extended: MultiWorkerMirroredExtended) -> ChosenTopology:
-    """Measures links, finds groups, and tries one ring and two levels; on all workers.
-
-    Args:
-        extended: The strategy's, whose topology is flat.
-    """
+    """Measures links, finds groups, and tries one ring and two levels; on all workers."""
     control, local = extended.control, len(extended.worker_devices)
     if control is None:
         return ChosenTopology(FLAT, "one worker: one ring", {})

@@ -43,9 +43,6 @@ def missing_kernels(graph: tf.Graph) -> list[str]:
 
     Collectives count as lacking: XLA has none for CPUs. So do loops and branches: what they keep
     for their gradient cannot leave a compiled function.
-
-    Returns:
-        Sorted list of names.
     """
     definition = graph.as_graph_def()
     functions = {one.signature.name: one.node_def for one in definition.library.function}
@@ -54,11 +51,7 @@ def missing_kernels(graph: tf.Graph) -> list[str]:
 
 
 def missing_of(graph: tf.Graph, operations: Iterable[tf.Operation]) -> list[str]:
-    """Types of some operations, and of functions that they call, that XLA lacks.
-
-    Returns:
-        Sorted list of names.
-    """
+    """Types of some operations, and of functions that they call, that XLA lacks."""
     types: set[str] = set()
     seen: set[str] = set()
     waiting = list(operations)
@@ -268,11 +261,7 @@ def graphs() -> Iterator[Any]:
 
 
 def is_in_gradient_of(*names: str) -> bool:
-    """Whether what is traced now is, or lies in, the gradient of a function.
-
-    Args:
-        *names: Beginnings of the names of functions; of one of them.
-    """
+    """Whether what is traced now is, or lies in, the gradient of a function."""
     # TensorFlow names it so.
     begin = tuple(f"__backward_{name}" for name in names)
     return any(getattr(graph, "name", "").startswith(begin) for graph in graphs())
@@ -381,11 +370,7 @@ class CompiledCalls:
     def call(
         self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a layer in a compiled function, or in several, if XLA can compile it.
-
-        Args:
-            original: Function of the layer and its arguments that calls it.
-        """
+        """Calls a layer in a compiled function, or in several, if XLA can compile it."""
         function = functools.partial(original, layer)
         if self._is_cut(layer):
             with self._is_in_layers.raised():
@@ -441,11 +426,7 @@ class CompiledCalls:
         return compiled
 
     def run_graph(self, call: Call) -> Any:
-        """Runs the graph of a functional model, parts of it in compiled functions.
-
-        Args:
-            call: The call of `Function._run_through_graph`.
-        """
+        """Runs the graph of a functional model, parts of it in compiled functions."""
         run = call.get("operation_fn") or _same
         if self.is_tracing:
             return call.proceed(operation_fn=functools.partial(self._watched, run))
@@ -551,11 +532,7 @@ class CompiledCalls:
 
 
 def run_segment(segment: Segment, run: Callable[..., Any], given: list[Any]) -> Any:
-    """Outputs of a segment, uncompiled.
-
-    Args:
-        run: Function of an operation that returns what calls it.
-    """
+    """Outputs of a segment, uncompiled."""
     return segment.function._run_through_graph(given, operation_fn=run)
 
 
@@ -610,11 +587,7 @@ class CompilationCount:
         self._said: set[str] = set()
 
     def note(self, layers: str, tensors: Sequence[tf.Tensor]) -> None:
-        """Notes a call of a function that is being traced.
-
-        Args:
-            layers: Names of the layers that the function calls.
-        """
+        """Notes a call of a function that is being traced."""
         if all(tensor.shape.is_fully_defined() for tensor in tensors):
             shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors)
             self._known.setdefault(layers, set()).add(shapes)
