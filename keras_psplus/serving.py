@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
-from keras_psplus.core.models import model_saving
+from keras_psplus.core import models
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic
 from keras_psplus.keras_internals.keras_parts import io_utils
@@ -185,7 +185,7 @@ def export(
     def work() -> None:
         writing = atomic.written(folder)
         if engine is not None:
-            writing = model_saving.written(strategy, folder, makes_folders=True)
+            writing = models.written(strategy, folder, makes_folders=True)
         with writing as path:
             _save(model, inputs, path, names)
 
@@ -231,7 +231,7 @@ def export_archive(call: Call) -> Any:
         )
     traced = [n for n in call.owner._endpoint_names if n not in call.owner._endpoint_signatures]
     if traced and getattr(call.engine, "exports_copies", False):
-        model_saving.refuse_traced(call, ", ".join(traced))
+        models.refuse_traced(call, ", ".join(traced))
     return call.engine.save(call)
 
 
@@ -244,7 +244,7 @@ def _save(
     def copied(variable: keras.Variable) -> Any:
         value: Any = variable._value
         if not is_keyed(variable):
-            return model_saving.copied(variable)
+            return models.copied(variable)
         if variable.path not in names:
             return FrozenTable(value.spec, value.read_snapshot())
         outside.append(OutsideTable(value.spec))
@@ -255,7 +255,7 @@ def _save(
             return model(*flat, training=False)
         return model(tf.nest.pack_sequence_as(structure, flat), training=False)
 
-    with model_saving.with_copies(model, copied) as values:
+    with models.with_copies(model, copied) as values:
         module.values = [value for value in values if not isinstance(value, OutsideTable)]
         module.resources = _resources_of(model)
         rows = [spec for table in outside for spec in table.signature]

@@ -105,14 +105,7 @@ def _split(rows: tf.Tensor, cuts: Sequence[Cut]) -> list[tf.Tensor]:
 
 
 def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
-    """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
-
-    Args:
-        rows: Matrix of static shape.
-
-    Returns:
-        Matrix of one row, of the same dtype.
-    """
+    """Reduce-scatter: sums a matrix with one row per replica; each receives its row."""
     size = rows.shape[0]
     received = _exchanged(launcher, rows, size)
     # As in a ring, the sum of what takes two bytes has more on its way.
@@ -129,14 +122,7 @@ def _exchanged(launcher: Launcher, rows: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
-    """All replicas' rows, in the order of their places.
-
-    Args:
-        row: Matrix of one row, of static shape.
-
-    Returns:
-        Matrix of one row for each replica.
-    """
+    """All replicas' rows, in the order of their places."""
     if row.dtype == tf.float32:
         return launcher.gather(row)
     words = launcher.gather(compression.pack((row,), 1))
