@@ -201,7 +201,6 @@ class CommunicationMonitor(keras.callbacks.Callback):
 
 # Publication of dynamic tables while they are trained.
 
-
 _EPOCH = "epoch"
 
 

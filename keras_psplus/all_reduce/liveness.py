@@ -219,7 +219,6 @@ def _spans(
 # A step's graph increments one counter when its batch has arrived, and another when the step is
 # done. A thread reads both counters during a step that takes long.
 
-
 TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its batch"
 
 

@@ -402,7 +402,6 @@ def _of_answer(secret: Secret, signature: str, text: str) -> str:
 # Bounds for strangers: messages are small, calls few at once, and connections that say nothing are
 # closed.
 
-
 METHOD = "/keras_psplus.Control/Call"
 _THREADS, _MOST_CALLS = 8, 64
 LONGEST = 1 << 20  # bytes: what describes some thousand tasks or tables
@@ -606,7 +605,6 @@ def _ignore(_: Any) -> None:
 # gRPC's threads answer a ping whatever the process computes. A connection breaks at once when a
 # process is killed, and within two pings when it is stopped or cut off; gRPC then connects again by
 # itself, as soon as something answers there.
-
 
 _WATCH_SECONDS = 2.0
 

@@ -22,7 +22,6 @@ from keras_psplus.cluster.ports import free_ports
 
 # GPUs of this machine, and those that each of its tasks sees.
 
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # TensorFlow otherwise reserves nearly all of a GPU's memory for the first process.
 _GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}

@@ -19,7 +19,6 @@ from keras_psplus.cluster.ports import port_holder
 
 # Checks of this task's address: it is on this machine, and its port is free.
 
-
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
 
@@ -137,7 +136,6 @@ def is_local(host: str) -> bool:
 
 
 # Peers that a task contacts in a large cluster, instead of all others.
-
 
 _Task = TypeVar("_Task")
 

@@ -46,7 +46,6 @@ from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 # Processes of a cluster's tasks, with their output and their logs.
 
-
 _WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py")
 
 
@@ -186,7 +185,6 @@ class TaskProcesses:
 
 
 # A cluster of local processes: started, watched, and ended as one.
-
 
 _POLL = 0.05
 

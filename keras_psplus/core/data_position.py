@@ -352,7 +352,6 @@ _draw_in_graph = tf.function(_draw_all, autograph=False, reduce_retracing=True)
 
 # Layout of batches in a backup's data, compared with that of the resumed data.
 
-
 _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", "steps_per_epoch"
 
 

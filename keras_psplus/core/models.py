@@ -199,7 +199,6 @@ def _spec_of(leaf: Any) -> Any:
 
 # Units: layers that run, or whose weights travel, as one piece.
 
-
 LayerT = TypeVar("LayerT", bound=keras.Layer)
 _units: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
 

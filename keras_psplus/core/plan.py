@@ -48,7 +48,7 @@ def measure(
     """Runs some steps of a model with one worker's batch and with the global one.
 
     Returns:
-        What `keras_psplus.planning.step_bytes.Facts` holds, as JSON has it.
+        What `keras_psplus.planning.Facts` holds, as JSON has it.
     """
     whole = _dataset(fit, model, args, kwargs)
     batch = next(iter(whole.take(1)), None)

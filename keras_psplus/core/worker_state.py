@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # Loaded values of states that a step has yet to make.
 
-
 Forms = Mapping[str, tuple[tf.TensorShape, tf.DType]]
 _MOST_NAMES = 3
 
@@ -292,7 +291,6 @@ class WorkerState:
 
 
 # File of named arrays: a ZIP archive with one `.npy` entry for each.
-
 
 _ENDING = ".npy"
 

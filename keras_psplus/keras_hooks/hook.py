@@ -159,7 +159,6 @@ class Hook:
 # It is that of the strategy of a model, an optimizer, a scope, or a step. A finder is given one
 # argument of the function that is called: `Hook.by` says which.
 
-
 _outside = OutsideScope()
 
 

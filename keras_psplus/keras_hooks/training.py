@@ -161,7 +161,6 @@ TRAINER = (
 
 # Data: the iterator over epochs, and how many steps an epoch has.
 
-
 DATA = (
     Hook(
         tf_trainer.TFEpochIterator,
@@ -210,7 +209,6 @@ DATA = (
 
 
 # Callbacks: the chief alone writes, all workers stop together, and backups are of all workers.
-
 
 _BACKUP = backup_and_restore.BackupAndRestore
 _LIST = callback_list.CallbackList
@@ -323,7 +321,6 @@ CALLBACKS = (
 
 # Layers: their weights, and what they and users' steps ask of all replicas.
 
-
 LAYERS: tuple[Hook, ...] = (
     Hook(
         layers.Layer,
@@ -402,7 +399,6 @@ LAYERS: tuple[Hook, ...] = (
 # them in logs too small. Here losses stay what they are in one process, means over the replica's
 # own rows, and the tape takes their gradients times `local_rows / global_rows`: the sum over
 # replicas is then the gradient of the mean over the global batch.
-
 
 _OF_LOGITS = ["target", "output", "from_logits", "axis"]
 
@@ -488,7 +484,6 @@ LOSSES = (
 #
 # Stock Keras clips each replica's own gradients and sums them afterwards, which no single process
 # would do. The order is written down in `core/gradient_path.py`.
-
 
 _BASE = base_optimizer.BaseOptimizer
 _TF = tf_optimizer.TFOptimizer

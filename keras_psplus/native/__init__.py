@@ -33,7 +33,6 @@ from keras_psplus.log import info_once
 # A loaded library runs with all rights of this user. So a file is accepted only if nobody but this
 # user, or root, can have written it, and if it is complete.
 
-
 _FOLDER, _FILE = 0o700, 0o600
 # A pipe would wait for its other end.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

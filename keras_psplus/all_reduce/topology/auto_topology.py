@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus import text_table
+from keras_psplus import planning, text_table
 from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
 from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.log import logger
-from keras_psplus.planning import links_file
-from keras_psplus.planning.links_file import Links
+from keras_psplus.planning import Links
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
@@ -230,11 +229,11 @@ def _exchange_seconds(launcher: Launcher, size: int) -> float:
     return min(found) / _BATCH
 
 
-def as_file(links: MeasuredLinks, names: Sequence[str]) -> links_file.Links:
+def as_file(links: MeasuredLinks, names: Sequence[str]) -> planning.Links:
     """The links in the form of the file that `keras-psplus doctor --links --json` writes."""
-    return links_file.Links(
+    return planning.Links(
         names,
-        {pair: links_file.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
+        {pair: planning.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
     )
 
 

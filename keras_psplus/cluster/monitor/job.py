@@ -26,7 +26,6 @@ from keras_psplus.log import logger
 
 # JSON-lines file to which the launcher and all tasks of a job append.
 
-
 JSON_LOG_VARIABLE = "KERAS_PSPLUS_JSON_LOG"
 
 
@@ -117,7 +116,6 @@ def _of_other(value: Any) -> Any:
 # The launcher writes `job.json` there, and each task its own file. Folders lie below one that
 # belongs to this user alone. The launcher removes its own at the end; one that was killed leaves it
 # behind, for the next one to remove.
-
 
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
 _JOB, _FAILED, _SERVES = "job.json", ".failed", ".serves"
@@ -408,7 +406,6 @@ class JobRecord:
 
 
 # Requests to the launcher of a running job, by files in the job's folder.
-
 
 _REQUEST, _ANSWER = ".request", ".answer"
 _POLL_SECONDS = 0.05

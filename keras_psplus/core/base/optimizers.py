@@ -297,7 +297,6 @@ def averaged_with_weights(
 # `compile()` was given is built before the first step. Those of a train_step's own are built here,
 # by what the backup says of them.
 
-
 _KIND, _TRAINS, _VARIABLES = "class", "trains", "variables"
 
 

@@ -29,7 +29,6 @@ from keras_psplus.tf_internals import framework_ops, registered_kernels
 
 # Operations of a graph that XLA cannot compile.
 
-
 _REFUSED = ("Collective", "While", "StatelessWhile")
 # Their gradients need optional values, of which XLA has none.
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
@@ -565,7 +564,6 @@ def _same(operation: Any) -> Any:
 
 
 # Counts compilations of parts of a model: one for each form of their arguments.
-
 
 MOST = 10
 

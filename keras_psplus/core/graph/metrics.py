@@ -24,7 +24,6 @@ from keras_psplus.core.graph.subgraph import Subgraph, nodes_of
 # What else goes into such a log is averaged over the replicas first, as logs of a replica's own
 # are.
 
-
 _READS = ("ReadVariableOp", "VariableShape", "VarIsInitializedOp")
 _UPDATED_AFTER = "the metric is updated after it is read"
 _CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
@@ -190,7 +189,6 @@ def _writes(operation: tf.Operation) -> bool:
 # the values of all replicas add up to it (`core/batch/losses.py`). A metric of a user's own adds
 # its loss to a state, which is summed over replicas beside a count of its own. So there a loss is
 # what it is. Keras's `Mean` and `Sum` are given the number of the global batch again.
-
 
 _FUNCTIONS = keras.metrics.MeanMetricWrapper
 
