@@ -199,16 +199,13 @@ class Traits:
     def loses(self) -> str:
         """Differences from the training of one process; `"exact"` if there are none."""
         lossy = [c for c in (self.compression, self.rows, self.pull) if c not in (None, "factors")]
-        words = []
-        if not self.waits or self.prefetch:
-            words.append("stale")
-        if self.updates == "local":
-            words.append("local steps")
-        if self.updates == "accumulate":
-            words.append(f"batch x{self.every}")
-        if lossy:
-            words.append("lossy")
-        return ", ".join(words) or "exact"
+        found = {
+            "stale": not self.waits or self.prefetch,
+            "local steps": self.updates == "local",
+            f"batch x{self.every}": self.updates == "accumulate",
+            "lossy": bool(lossy),
+        }
+        return ", ".join(word for word, is_so in found.items() if is_so) or "exact"
 
 
 def traits_of(strategy: str | None, arguments: Mapping[str, Any]) -> Traits:
