@@ -33,13 +33,7 @@ PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A named strategy.
-
-    Attributes:
-        title: What `keras-psplus run --list` says of it.
-        strategy: Name of its class in this library; None for TensorFlow's default strategy.
-        arguments: Arguments of the class.
-    """
+    """A named strategy."""
 
     title: str
     strategy: str | None = None

@@ -24,14 +24,7 @@ SKIP_VARIABLE = "KERAS_PSPLUS_SKIP_VERSION_CHECK"
 
 @dataclass(frozen=True)
 class Supported:
-    """A tested range of (major, minor) versions.
-
-    Args:
-        name: The package's name in messages.
-        distributions: Names under which pip may know it; the first is the module's.
-        first: The oldest supported (major, minor).
-        after: The oldest (major, minor) that is too new.
-    """
+    """A tested range of (major, minor) versions."""
 
     name: str
     distributions: tuple[str, ...]

@@ -97,11 +97,6 @@ class TwoLevelSum:
 
     `tf.IndexedSlices` go along one ring of all replicas, compressed as between groups: what has to
     be gathered is the same for all.
-
-    Args:
-        launcher: `operations.Launcher` of the replica among all of them.
-        bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
-        timed: Whether to measure for how long gradients are waited for.
     """
 
     def __init__(

@@ -235,9 +235,6 @@ class Authenticator:
     """Lets requests in that are signed with the job's token.
 
     It keeps nothing of a caller before that, so that nobody can fill it.
-
-    Args:
-        refusal: What to say to a caller with another token.
     """
 
     def __init__(self, secret: Secret, refusal: str) -> None:
@@ -314,12 +311,7 @@ class Authenticator:
 
 
 class Session:
-    """A caller's side of a `Authenticator`.
-
-    Args:
-        send: Function of a message's text that returns the answer's.
-        process: That of the gate which is meant; None for whichever is there.
-    """
+    """A caller's side of a `Authenticator`."""
 
     def __init__(
         self, secret: Secret, send: Callable[[str], str], process: str | None = None
@@ -515,13 +507,7 @@ class ChannelError(OSError):
 
 
 class ChannelClient:
-    """Sends messages to one server; connects when the first is sent.
-
-    Args:
-        address: The server's `host:port`.
-        tls: `Tls` of this process, or None for a plain connection.
-        ping: Seconds after which the server is asked for a sign of life, and that it has for it.
-    """
+    """Sends messages to one server; connects when the first is sent."""
 
     def __init__(self, address: str, tls: Tls | None, ping: float = _PING_SECONDS) -> None:
         self._address, self._tls, self._ping = address, tls, ping

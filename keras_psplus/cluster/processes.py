@@ -52,11 +52,6 @@ _WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py"
 class TaskProcesses:
     """Processes of tasks, each in a group of its own, until they are reaped.
 
-    Args:
-        console: A `Console` that shows what tasks say, or None.
-        network: Network namespaces of the tasks, or None.
-        warm: A `WarmPython` whose forks run a Python script, or None.
-
     Attributes:
         log_starts: Dict from task name to the bytes that its log had before.
         is_released: Whether all have ended, and their ids may be those of other processes.

@@ -74,12 +74,7 @@ class WaitingValues:
         return fitting
 
     def take(self, forms: Forms, is_partial: bool = False) -> dict[str, np.ndarray]:
-        """Takes the values of states that are made together.
-
-        Args:
-            forms: Dict from their names to shapes and dtypes.
-            is_partial: Whether some of them may have their values already.
-        """
+        """Takes the values of states that are made together."""
         found = {name: self._values.pop(name) for name in forms if name in self._values}
         if self._is_strict and not is_partial and len(found) < len(forms):
             others = {**found, **self._values}
@@ -185,12 +180,7 @@ class WorkerState:
     def assign(
         self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
-        """Gives the owner's states their values, now or when a step makes them.
-
-        Args:
-            values: Dict from units to arrays by names.
-            is_strict: Whether to raise ValueError for what does not fit.
-        """
+        """Gives the owner's states their values, now or when a step makes them."""
         raise NotImplementedError
 
     # Common to all back ends.

@@ -490,11 +490,7 @@ def kernels() -> ModuleType | None:
 
 
 def state(compiles: bool = True) -> str:
-    """Describes in a line whether there are kernels.
-
-    Args:
-        compiles: Whether they are compiled if that has not been done.
-    """
+    """Describes in a line whether there are kernels."""
     reason = _unwanted()
     if reason:
         return f"not used: {reason}"

@@ -170,12 +170,7 @@ class TapeGradients:
         optimizer: keras.optimizers.Optimizer | None,
         wants_parts: bool = False,
     ) -> Summed:
-        """Resolves an optimizer's gradients to replicas' parts or global sums.
-
-        Args:
-            optimizer: The optimizer; None if its compressors cannot be used for this.
-            wants_parts: Whether replicas' parts are wanted even where there are sums.
-        """
+        """Resolves an optimizer's gradients to replicas' parts or global sums."""
         grads = [tf.convert_to_tensor(g) if _is_variable(g) else g for g in grads]
         if tf.executing_eagerly():
             return self._take_eagerly(grads, wants_parts)
@@ -266,10 +261,6 @@ _HOST = "CPU:0"
 
 class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
-
-    Args:
-        extended: `MultiWorkerMirroredExtended` whose replica this is.
-        batch: `Batch` that the function gets, or None if its fraction is not known.
 
     Attributes:
         recording: Whether it notes which variables the replica changes by itself.

@@ -37,13 +37,7 @@ _MOST_PASSES, _LEAST_MS = 20, 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """An order of hosts that is better than theirs.
-
-    Attributes:
-        hosts: Their names, in the order in which they should have their ranks.
-        before_ms: Milliseconds of a sum along the ring as it is.
-        after_ms: Those along the ring of this order.
-    """
+    """An order of hosts that is better than theirs."""
 
     hosts: tuple[str, ...]
     before_ms: float

@@ -85,12 +85,7 @@ class Ranks:
         return addresses
 
     def within(self, size: int, environ: Mapping[str, str]) -> Ranks:
-        """Returns these processes' ranks in a job that others may join.
-
-        Args:
-            size: Number of ranks of the job, with all workers of the range.
-            environ: The environment, with `KERAS_PSPLUS_FIRST_RANK` in processes that join.
-        """
+        """Returns these processes' ranks in a job that others may join."""
         if not environ.get(MIN_WORKERS_VARIABLE) or size <= self.size:
             return self
         text = environ.get(FIRST_RANK_VARIABLE) or "0"

@@ -252,14 +252,6 @@ class JobRecord:
 
     A context: at its beginning the job's folder is made, at its end it is removed. A folder that
     cannot be made or written stops nobody.
-
-    Args:
-        command: The script and its arguments.
-        layout: Numbers of tasks by job type.
-        log_dir: Folder of the tasks' logs.
-        json_log: A `JsonLog`, or None.
-        trace_to: Path of a trace and its number of steps, or None.
-        min_workers: How many of the workers are always there, if others come and go; else None.
     """
 
     def __init__(

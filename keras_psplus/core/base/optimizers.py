@@ -343,11 +343,7 @@ def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str]
 
 
 def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Sees that all optimizers of a step can be restored in another process.
-
-    Args:
-        used: The optimizers that steps have built.
-    """
+    """Sees that all optimizers of a step can be restored in another process."""
     reached = {id(unwrapped(one)) for one in optimizers_of(model).values()}
     places, lost = _places(model), []
     for one in map(unwrapped, used):

@@ -160,11 +160,7 @@ class CompiledFunction:
         return [outside for outside, _ in self._graph.captures]
 
     def why_not(self, device: str | None = None) -> str | None:
-        """The reason why XLA cannot compile the function, or None.
-
-        Args:
-            device: Name of the device that it runs on, if its variables may be on others.
-        """
+        """The reason why XLA cannot compile the function, or None."""
         reason = why_not_given([self._flat[i] for i in self._places])
         if reason is not None:
             return reason
