@@ -359,7 +359,7 @@ class GradientReducer:
         largest: Callable[[list[Any]], list[Any]],
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
-        variables = [_with_path(variable) for variable in variables]
+        variables = [v if hasattr(v, "path") else _Path(v.name, v.shape) for v in variables]
         sums = [with_shape(g, v) for g, v in zip(parts, variables)]
         # A row that came twice stays so, as in one process: the step may take norms of rows.
         copied = [
@@ -468,7 +468,3 @@ class _Path(NamedTuple):
 
     path: str
     shape: Any
-
-
-def _with_path(variable: Any) -> Any:
-    return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)

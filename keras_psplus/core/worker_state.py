@@ -26,7 +26,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import optimizers_of, steps_of, unwrapped
 from keras_psplus.files import integrity
 from keras_psplus.files.integrity import open_file
 from keras_psplus.files.replace import sync
@@ -425,7 +425,7 @@ class WorkerFiles:
     def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:
         """Writes this process's file; returns its digest by its name."""
         tf.io.gfile.makedirs(_folder_in(folder))
-        used, number = set(self._files(folder).values()), _number_of_steps(model)
+        used, number = set(self._files(folder).values()), steps_of(model)
         while number in used:
             # Of a state that counts, or of one that was never written to its end.
             number += 1
@@ -486,10 +486,6 @@ def _warn_lost(why: str, folder: str) -> None:
         why,
         _folder_in(folder),
     )
-
-
-def _number_of_steps(model: keras.Model) -> int:
-    return sum(int(optimizer.iterations.numpy()) for optimizer in optimizers_of(model).values())
 
 
 def _folder_in(folder: str) -> str:

@@ -171,7 +171,9 @@ class TapeGradients:
         wants_parts: bool = False,
     ) -> Summed:
         """Resolves an optimizer's gradients to replicas' parts or global sums."""
-        grads = [tf.convert_to_tensor(g) if _is_variable(g) else g for g in grads]
+        grads = [
+            tf.convert_to_tensor(g) if isinstance(g, (Variable, tf.Variable)) else g for g in grads
+        ]
         if tf.executing_eagerly():
             return self._take_eagerly(grads, wants_parts)
         for call in self._calls:
@@ -241,10 +243,6 @@ class TapeGradients:
                 call.close(self._sum_parts(parts, call.variables, optimizer))
         finally:
             self._is_summing = outer
-
-
-def _is_variable(gradient: Any) -> bool:
-    return isinstance(gradient, (Variable, tf.Variable))
 
 
 # One replica's run of one function, and the synchronization after it.

@@ -7,7 +7,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
@@ -83,16 +83,12 @@ def ring_ms(
     """
     group_of = {host: number for number, group in enumerate(groups) for host in group}
     slowest, leaving = 0.0, [0.0] * len(groups)
-    for host, following in _edges(order):
+    for host, following in zip(order, [*order[1:], order[0]]):
         ms = _ms(links, host, following, count / len(order))
         slowest = max(slowest, ms)
         if group_of[host] != group_of[following]:
             leaving[group_of[host]] += ms
     return 2 * (len(order) - 1) * max(slowest, *leaving)
-
-
-def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(order, [*order[1:], order[0]])
 
 
 def _ms(links: Links, host: int, other: int, count: float) -> float:

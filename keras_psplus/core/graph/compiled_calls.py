@@ -422,7 +422,7 @@ class CompiledCalls:
 
     def run_graph(self, call: Call) -> Any:
         """Runs the graph of a functional model, parts of it in compiled functions."""
-        run = call.get("operation_fn") or _same
+        run = call.get("operation_fn") or (lambda operation: operation)
         if self.is_tracing:
             return call.proceed(operation_fn=functools.partial(self._watched, run))
 
@@ -548,15 +548,7 @@ def _forms(structure: Any) -> tuple[Any, ...]:
         return (str(leaf.shape), leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
 
     leaves = [form(leaf) for leaf in tree.flatten(structure)]
-    return tuple(leaf if _is_hashable(leaf) else id(leaf) for leaf in leaves)
-
-
-def _is_hashable(leaf: Any) -> bool:
-    return getattr(leaf, "__hash__", None) is not None
-
-
-def _same(operation: Any) -> Any:
-    return operation
+    return tuple(id(leaf) if getattr(leaf, "__hash__", None) is None else leaf for leaf in leaves)
 
 
 # Counts compilations of parts of a model: one for each form of their arguments.
