@@ -563,7 +563,7 @@ _TITLES = ("entry", "MB sent", "received", "rounds", "MB memory", "floor ms", "l
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Measurements of a model in one process: of a worker's rows, and of the script's batches."""
+    """Measurements of one process: of a worker's rows, and of the script's batches."""
 
     model: str
     batch_rows: int

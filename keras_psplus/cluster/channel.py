@@ -1,4 +1,4 @@
-"""Control channel of tasks: signed sessions of messages over gRPC, with TLS if it is asked for."""
+"""Control channel of tasks: signed messages over gRPC, by TLS if it is asked for."""
 
 import collections
 import concurrent.futures
