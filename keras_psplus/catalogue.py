@@ -303,7 +303,6 @@ def _function_of(strategy: str) -> Callable[..., Any]:
 
 
 def _problem_with(function: Callable[..., Any], options: Iterable[str]) -> str | None:
-    """Finds out why a function of the user's own does not take options."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -381,7 +380,6 @@ def _refuse_range(name: str) -> None:
 
 
 def _say(log: Callable[..., None], line: str, received: str | None = None) -> None:
-    """Logs a line once, where the job has its log."""
     task = read_task_config()
     if task is None or task.is_chief:
         log("%s", line if received is None else f"{line}. Received: {received}")

@@ -450,7 +450,6 @@ def goes_as_factors(variable: Variable, compression: str | None, workers: int) -
 
 
 def _is_served(table: Table) -> bool:
-    """Whether a table of `HybridStrategy` lies on the servers."""
     return WORD * table.elements >= _LEAST_TABLE
 
 
@@ -512,7 +511,6 @@ def _of_layer(variable: Variable, workers: int) -> float:
 
 
 def _looked_up(work: Work, workers: int) -> float:
-    """Bytes of looked up rows of tables that are cut by vocabulary."""
     rows = sum(table.rows_of(1) * table.dim for table in work.tables)
     return 2 * (workers - 1) * WORD * rows
 

@@ -117,12 +117,10 @@ def problem(package: Supported) -> str | None:
 
 
 def _of_module(package: Supported) -> str | None:
-    """The version of the module, if it has been imported."""
     return getattr(sys.modules.get(package.module), "__version__", None)
 
 
 def _check_range(package: Supported, version: str | None, first: str = "") -> str:
-    """Returns the version, if it is supported or admitted."""
     advice = first + package.advice
     if version is None:
         raise ImportError(

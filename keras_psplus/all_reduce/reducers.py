@@ -187,7 +187,6 @@ class TwoLevelSum:
         return [_Part(number, *piece) for piece in zip(pieces, owners)]
 
     def _is_compressed(self, variable: Any, gradient: tf.Tensor) -> bool:
-        """Whether a gradient is compressed inside its group."""
         if self._compressor is None:
             return False
         chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)

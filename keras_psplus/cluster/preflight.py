@@ -237,7 +237,6 @@ class PeerDiscovery:
         return len(self._missing) == len(workers) <= self._spare_workers
 
     def _awaited(self) -> set[str]:
-        """Names of those that are about to call."""
         return self._also_waiting
 
     def _let_others_see_me(self) -> None:

@@ -495,7 +495,6 @@ def _leader(config: TaskConfig) -> tuple[str, str]:
 
 
 def _within(seconds: float, condition: Callable[[str], bool], address: str) -> bool:
-    """Waits until the condition holds; False if it did not in time."""
     deadline = time.monotonic() + seconds
     while not condition(address):
         if time.monotonic() >= deadline:

@@ -114,7 +114,6 @@ class Builder:
             model.optimizer.build(model.trainable_variables)
 
     def _build_unbuilt(self, model: keras.Model, step_name: str, batch: Any) -> None:
-        """Builds by a call on the batch, as Keras does, or else by the step."""
         failed = None
         try:
             with _without_metrics_by_labels(model):

@@ -423,7 +423,6 @@ class WorkerFiles:
         _remove(self._files(folder), folder)
 
     def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:
-        """Writes this process's file; returns its digest by its name."""
         tf.io.gfile.makedirs(_folder_in(folder))
         used, number = set(self._files(folder).values()), steps_of(model)
         while number in used:
@@ -442,7 +441,6 @@ class WorkerFiles:
             raise
 
     def _problems_of(self, folder: str, files: dict[str, str]) -> list[str]:
-        """Errors of this worker's file for a state."""
         own = self._own(files)
         if files and not own:
             return [f"there is no file of {self._state.layout}"]

@@ -321,7 +321,6 @@ def opened(library: pathlib.Path) -> int:
 
 
 def _is_whole(folder: pathlib.Path) -> bool:
-    """Whether a folder has a library; it is said if it is damaged."""
     try:
         os.close(opened(folder / _LIBRARY))
         return True
@@ -372,7 +371,6 @@ def _compiler() -> list[str]:
 
 
 def _identity(command: list[str]) -> tuple[str, str]:
-    """Strings that change when the compiler is replaced."""
     file = os.stat(command[0])
     return str(file.st_size), str(file.st_mtime_ns)
 
@@ -392,7 +390,6 @@ def _key(flags: list[str]) -> str:
 
 
 def _libc() -> str:
-    """Name and version of the C library."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
@@ -435,7 +432,6 @@ def _compile(compiler: list[str], flags: list[str]) -> tuple[bytes | None, bytes
 
 
 def _run(command: list[str], timeout: float) -> tuple[bool, bytes]:
-    """Returns whether a program ends well, and what it says."""
     # In its own session: compilers are several processes, which end together.
     with subprocess.Popen(
         command,

@@ -97,7 +97,6 @@ def _ms(links: Links, host: int, other: int, count: float) -> float:
 
 
 def _from_nearest(links: Links, first: int) -> list[int]:
-    """Nearest-neighbour order, starting from `first`."""
     order, left = [first], [host for host in range(len(links.hosts)) if host != first]
     while left:
         # A message of some length: neither latency nor bandwidth alone.

@@ -328,7 +328,6 @@ def _of_jobset(environ: Mapping[str, str], index: int, counts: dict[str, int]) -
 
 
 def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, str]:
-    """Common prefix of all pods' names, and their subdomain."""
     name = environ.get("HOSTNAME") or socket.gethostname()
     ending = f"{of_job}-{index}"
     prefix = name.partition(".")[0].removesuffix(ending)

@@ -374,7 +374,6 @@ class JobRecord:
             log(goodput.describe(summary))
 
     def _note_account(self) -> None:
-        """Adds the start that has ended to the job's goodput."""
         if self._folder is not None:
             account = goodput.read(account_of(self._folder, self._leads))
             self._has_trained |= account is not None

@@ -143,7 +143,6 @@ def _function(value: Any) -> Any:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Named objects of a function's closure, globals and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents

@@ -107,7 +107,6 @@ class MetricLogs:
                 )
 
     def _why_not(self, part: Subgraph, wanted: set[Any], early: set[Any]) -> str | None:
-        """Reason why a part of the graph must not be repeated, or None."""
         if early & _used(part, wanted):
             return _UPDATED_AFTER
         if _depends_on_rows(part) and not self._can_average:
@@ -115,7 +114,6 @@ class MetricLogs:
         return next(filter(None, map(self._why_not_operation, part.operations)), None)
 
     def _why_not_operation(self, operation: tf.Operation) -> str | None:
-        """Reason why an operation must not be repeated, or None."""
         handles = [t for t in operation.inputs if any(t is handle for handle in self._handles)]
         if handles and _writes(operation):
             return "it is computed in a function that changes the metric"
