@@ -8,7 +8,7 @@ there is an `ImportError` with its name.
 from typing import Any
 
 import keras
-from keras.src import backend, callbacks, layers, losses, metrics, models, ops, tree
+from keras.src import backend, callbacks, layers, metrics, models, ops, tree
 from keras.src.backend.common import global_state, stateless_scope
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
