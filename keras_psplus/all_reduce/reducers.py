@@ -97,11 +97,6 @@ class TwoLevelSum:
 
     `tf.IndexedSlices` go along one ring of all replicas, compressed as between groups: what has to
     be gathered is the same for all.
-
-    Args:
-        launcher: `operations.Launcher` of the replica among all of them.
-        bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
-        timed: Whether to measure for how long gradients are waited for.
     """
 
     def __init__(
@@ -192,7 +187,6 @@ class TwoLevelSum:
         return [_Part(number, *piece) for piece in zip(pieces, owners)]
 
     def _is_compressed(self, variable: Any, gradient: tf.Tensor) -> bool:
-        """Whether a gradient is compressed inside its group."""
         if self._compressor is None:
             return False
         chosen = self._compressor.for_variable(variable.path, variable.shape, gradient.dtype)
@@ -364,7 +358,7 @@ class GradientReducer:
         largest: Callable[[list[Any]], list[Any]],
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
-        variables = [_with_path(variable) for variable in variables]
+        variables = [v if hasattr(v, "path") else _Path(v.name, v.shape) for v in variables]
         sums = [with_shape(g, v) for g, v in zip(parts, variables)]
         # A row that came twice stays so, as in one process: the step may take norms of rows.
         copied = [
@@ -473,7 +467,3 @@ class _Path(NamedTuple):
 
     path: str
     shape: Any
-
-
-def _with_path(variable: Any) -> Any:
-    return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)

@@ -158,14 +158,7 @@ def ranks_by_place(topology: Topology) -> list[int]:
 
 
 class Route:
-    """Reduce-scatter and gathering of matrices of one row for each worker.
-
-    Args:
-        launcher: Collectives of this worker: with groups, those between them.
-        place: Place of this worker among those of the collectives.
-        size: Number of those.
-        within: Hop inside of this worker's group; None if rows go in one hop.
-    """
+    """Reduce-scatter and gathering of matrices of one row for each worker."""
 
     def __init__(
         self, launcher: Launcher, place: int, size: int, within: Hop | None = None
