@@ -138,6 +138,62 @@ def _groups_of_sparse(ids: tf.SparseTensor) -> tuple[tf.Tensor, tf.Tensor, tf.Te
     return groups, tf.reduce_prod(shape), shape
 
 
+def _without(
+    ids: Any, weights: Any, is_padding: Callable[[tf.Tensor], tf.Tensor], has_combiner: bool
+) -> tuple[Any, Any]:
+    """Ids and weights of which padding is cut out, or, of dense ids, weighs nothing."""
+    if isinstance(ids, tf.SparseTensor):
+        kept = ~is_padding(ids.values)
+        if isinstance(weights, tf.SparseTensor):
+            weights = tf.sparse.retain(weights, kept)
+        elif weights is not None:
+            weights = tf.boolean_mask(weights, kept)
+        return tf.sparse.retain(ids, kept), weights
+    if isinstance(ids, tf.RaggedTensor):
+        kept = ids.with_flat_values(~is_padding(ids.flat_values))
+        if weights is not None and not isinstance(weights, tf.RaggedTensor):
+            weights = ids.with_flat_values(tf.convert_to_tensor(weights))
+        weights = None if weights is None else tf.ragged.boolean_mask(weights, kept)
+        return tf.ragged.boolean_mask(ids, kept), weights
+    if not has_combiner:
+        return ids, weights
+    kept = tf.cast(~is_padding(ids), tf.float32)
+    return ids, kept if weights is None else kept * tf.cast(weights, tf.float32)
+
+
+@keras.saving.register_keras_serializable(package="keras_psplus")
+class PaddingMask(keras.Operation):
+    """Mask of dense ids: False where they are padding.
+
+    Keras has it beside the layer in the graph of a functional model.
+
+    Args:
+        has_groups: Whether it is of groups along the last axis.
+        name: Name of the layer, and `_mask`.
+    """
+
+    def __init__(self, mask_value: int | str, has_groups: bool, *, name: str) -> None:
+        super().__init__(name=name)
+        self.mask_value, self.has_groups = mask_value, has_groups
+
+    def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
+        layer = self.name.removesuffix("_mask")
+        if (ids.dtype == tf.string) != isinstance(self.mask_value, str):
+            raise ValueError(
+                f"The layer '{layer}' has a `mask_value` of another type than its ids: give an int "
+                "for integers, and a str for strings. Received: mask_value="
+                f"{shown(self.mask_value)} with ids of type {ids.dtype.name}"
+            )
+        return tf.equal(ids if ids.dtype == tf.string else to_keys(ids, layer), self.mask_value)
+
+    def call(self, ids: Any) -> tf.Tensor:
+        is_there = ~self.is_padding(tf.convert_to_tensor(ids))
+        return tf.reduce_any(is_there, -1) if self.has_groups else is_there
+
+    def compute_output_spec(self, ids: Any) -> keras.KerasTensor:
+        return keras.KerasTensor(ids.shape[:-1] if self.has_groups else ids.shape, "bool")
+
+
 _DEFAULTS = ZEROS, "initializer"
 
 
@@ -164,6 +220,9 @@ class DynamicEmbedding(keras.layers.Layer):
         default: What a key without a row is: `"zeros"`, or `"initializer"` for the row that it
             would begin with.
         cache: `tables.Cache` of the hottest rows on each worker of `HybridStrategy`, or None.
+        mask_value: Id that pads sequences, such as 0, or `""` of strings, or None. It has no row,
+            combiners leave it out, and the output has a Keras mask of dense ids: of each of them,
+            or of each group along the last axis that is combined, if there are several axes.
         **kwargs: As for `keras.layers.Layer`, such as `name`.
 
     Raises:
@@ -193,6 +252,7 @@ class DynamicEmbedding(keras.layers.Layer):
         initializer: Any = "uniform",
         default: str = ZEROS,
         cache: Any = None,
+        mask_value: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         activation.activate()
@@ -201,7 +261,13 @@ class DynamicEmbedding(keras.layers.Layer):
         self._admit, self._expire = policies.check_admit(admit), policies.check_expire(expire)
         self._initializer = initial_rows.check_initializer(initializer)
         self._cache = check_cache(cache)
-        self.combiner, self.default = combiner, default
+        self.combiner, self.default, self.mask_value = combiner, default, mask_value
+        if mask_value is not None and not isinstance(mask_value, str):
+            whole_number("mask_value", mask_value, -(2**63), most=2**63 - 1)
+        self._mask: PaddingMask | None = None
+        if mask_value is not None:
+            self.supports_masking = True
+            self._mask = PaddingMask(mask_value, combiner is not None, name=f"{self.name}_mask")
         if combiner not in (None, *COMBINERS):
             raise ValueError(
                 '`combiner` must be "sum", "mean", "sqrtn" or None. '
@@ -272,14 +338,32 @@ class DynamicEmbedding(keras.layers.Layer):
             ids = tf.convert_to_tensor(ids)
 
         def lookup(flat: tf.Tensor) -> tf.Tensor:
-            keys = to_keys(flat, self.name)
+            keys = tf.reshape(to_keys(flat, self.name), [-1])
             if table is None:
                 # It is made once Keras has called the model for its shapes.
                 return tf.zeros([tf.size(keys), self.dim], self.compute_dtype)
-            rows = table.lookup_keys(tf.reshape(keys, [-1]), trains)
-            return tf.cast(rows, self.compute_dtype)
+            if self._mask is None:
+                return tf.cast(table.lookup_keys(keys, trains), self.compute_dtype)
+            places = tf.where(~self._mask.is_padding(tf.reshape(flat, [-1])))
+            rows = table.lookup_keys(tf.gather_nd(keys, places), trains)
+            shape = tf.stack([tf.size(keys, places.dtype), self.dim])
+            return tf.cast(tf.scatter_nd(places, rows, shape), self.compute_dtype)
 
+        if self._mask is not None:
+            ids, weights = _without(ids, weights, self._mask.is_padding, self.combiner is not None)
         return combine(self.combiner, ids, weights, lookup, self.dim, self.name)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Mask of the output: False where ids are padding.
+
+        Args:
+            inputs: Ids.
+            previous_mask: Not used.
+        """
+        is_dense = not isinstance(inputs, (tf.SparseTensor, tf.RaggedTensor))
+        if self._mask is None or not is_dense or getattr(inputs, "ragged", False):
+            return None
+        return self._mask(inputs) if self.combiner is None or len(inputs.shape) > 2 else None
 
     def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[Any, ...]:
         """Shape of the output for ids of a shape.
@@ -348,11 +432,10 @@ class DynamicEmbedding(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Configuration of the layer."""
-        initializer = self._initializer
-        config = {**initializer["config"], "seed": initializer["seed"]}
-        kind = getattr(keras.initializers, initializer["kind"])
-        known = config if "seed" in kind().get_config() else {**initializer["config"]}
-        known.pop("seed", None) if "seed" not in kind().get_config() else None
+        kind = getattr(keras.initializers, self._initializer["kind"])
+        known = {**self._initializer["config"], "seed": self._initializer["seed"]}
+        if "seed" not in kind().get_config():
+            del known["seed"]
         return {
             **super().get_config(),
             "dim": self.dim,
@@ -362,6 +445,7 @@ class DynamicEmbedding(keras.layers.Layer):
             "initializer": keras.initializers.serialize(kind.from_config(known)),
             "default": self.default,
             "cache": self._cache,
+            "mask_value": self.mask_value,
         }
 
 

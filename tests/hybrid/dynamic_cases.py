@@ -120,3 +120,47 @@ def check_reads_weights(name, model, table, folder):
     model.load_weights(f"{folder}/all.weights.h5")
     for what, value in contents(model, table).items():
         np.testing.assert_array_equal(value, before[what], err_msg=what)
+
+
+# Sequences with padding.
+
+
+def sequences():
+    """Keys and padded sequences of the numbers 1 to `KEYS` of keys, and labels."""
+    random = np.random.default_rng(1)
+    keys = random.integers(-(2**62), 2**62, KEYS + 1)
+    x = random.integers(1, KEYS + 1, (BATCH * 3 - 5, 6))
+    lengths = random.integers(1, 7, len(x))
+    return (
+        keys,
+        np.where(np.arange(6) < lengths[:, np.newaxis], x, 0),
+        random.integers(0, 3, len(x)),
+    )
+
+
+def sequence_model(ids, rows):
+    """A model in which all that reads rows has to leave padding out."""
+    seed = keras.initializers.GlorotUniform(5)
+    lstm = keras.layers.LSTM(3, kernel_initializer=seed, recurrent_initializer=seed)(rows)
+    attention = keras.layers.MultiHeadAttention(1, 3, kernel_initializer=seed)(rows, rows)
+    pooled = [keras.layers.GlobalAveragePooling1D()(of) for of in (rows, attention)]
+    return keras.Model(ids, head(keras.layers.Concatenate()([lstm, *pooled])))
+
+
+def train_sequences(is_text=False, embedding=None):
+    """What sequences come to, with a dynamic table or an embedding of numbered rows."""
+    keys, x, y = sequences()
+    if embedding is None:
+        x = np.where(x, keys[x], 0)
+        x = np.array([[f"{key}" if key else "" for key in row] for row in x]) if is_text else x
+        embedding = psp.layers.DynamicEmbedding(
+            DIM, initializer=initializer(7), mask_value="" if is_text else 0, name="t"
+        )
+    ids = keras.Input((None,), dtype="string" if is_text else "int64")
+    model = compiled(sequence_model(ids, embedding(ids)), optimizers.Adagrad(0.3))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    found = dict(model.fit(dataset, epochs=2, verbose=0).history)
+    found["predicted"] = model.predict(dataset.take(1).unbatch().batch(8), verbose=0)
+    if isinstance(embedding, psp.layers.DynamicEmbedding):
+        found |= contents(model, embedding)
+    return found

@@ -10,6 +10,8 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.engine import Call
 from keras_psplus.parameter_server.engine import ParameterServerEngine
+from tests.hybrid import dynamic_cases
+from tests.hybrid.models import initializer
 
 KEYS = np.array([7, -(2**61), 2**40, 123456789, 0], np.int64)
 
@@ -36,6 +38,43 @@ def test_rows_are_combined_in_every_form(combiner):
         np.testing.assert_allclose(table(form(ids), form(own)), expected, atol=1e-5)
     dense = table(KEYS[[[0, 1, 1]]], np.array([weights[0]]))
     np.testing.assert_allclose(dense, expected[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_combiners_leave_padding_out(combiner):
+    table, plain = layer(combiner=combiner, mask_value=0), layer(combiner=combiner)
+    own = tf.ragged.constant([[[1, 2], [3]], [[], [4, 5, 6]]], tf.int64)
+    padded = own.to_tensor()
+    expected = plain(own).to_tensor()
+    np.testing.assert_allclose(table(padded), expected, atol=1e-6)
+    np.testing.assert_array_equal(table(padded)._keras_mask, [[True, True], [False, True]])
+    weights = tf.reshape(tf.range(12, dtype=tf.float32) + 1, [2, 2, 3])
+    by_weight = plain(own, tf.ragged.boolean_mask(weights, padded != 0)).to_tensor()
+    sparse = tf.sparse.from_dense(padded + 9)
+    for ids, of_ids in (
+        (padded, weights),
+        (sparse.with_values(sparse.values - 9), tf.sparse.from_dense(weights)),
+    ):
+        np.testing.assert_allclose(table(ids, of_ids), by_weight, atol=1e-6)
+    ragged, of_ragged = (tf.RaggedTensor.from_tensor(of, ragged_rank=2) for of in (padded, weights))
+    np.testing.assert_allclose(table(ragged, of_ragged).to_tensor(), by_weight, atol=1e-6)
+    assert table.compute_mask(padded[0]) is None
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_padded_sequences_equal_those_of_an_embedding_with_mask_zero(is_text):
+    keys, x, _ = dynamic_cases.sequences()
+    start = layer(initializer=initializer(7))
+    start.dim = dynamic_cases.DIM
+    rows = start(tf.constant(keys if not is_text else keys.astype(str))).numpy()
+    embedding = keras.layers.Embedding(
+        len(keys), dynamic_cases.DIM, keras.initializers.Constant(rows), mask_zero=True
+    )
+    expected = dynamic_cases.train_sequences(embedding=embedding)
+    found = dynamic_cases.train_sequences(is_text)
+    for what in expected:
+        np.testing.assert_allclose(found[what], expected[what], atol=1e-5, err_msg=what)
+    assert len(found["table_keys"]) == len(np.unique(x)) - 1
 
 
 def test_strings_have_rows_of_their_fingerprints():
@@ -190,6 +229,10 @@ def test_what_does_not_fit_is_refused():
         layer(combiner="max")
     with pytest.raises(ValueError, match="Received: initializer=.*Orthogonal"):
         layer(initializer=keras.initializers.Orthogonal())
+    with pytest.raises(ValueError, match="Received: mask_value=0.5"):
+        layer(mask_value=0.5)
+    with pytest.raises(ValueError, match="Received: mask_value='' with ids of type int64"):
+        layer(mask_value="")(KEYS)
     with pytest.raises(ValueError, match="Received: combiner=None"):
         layer()(tf.sparse.from_dense([[1, 0]]))
 

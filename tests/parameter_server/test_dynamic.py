@@ -45,6 +45,19 @@ def test_synchronous_training_equals_one_process():
     assert_close(found, expected, 5e-5)
 
 
+def trained_on_sequences(strategy):
+    with options(strategy), strategy.scope():
+        return dynamic_job.train_sequences()
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+def test_padding_has_no_row_on_servers():
+    found = run("sync22", trained_on_sequences).first
+    expected = reference(dynamic_job.train_sequences, dynamic_job.ALONE)
+    assert_close(found, expected, 5e-5)
+
+
 class LooksTwice(keras.Model):
     """Looks rows up again once their gradients are applied."""
 
