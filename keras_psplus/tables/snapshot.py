@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.keys import FREE, owners_of
+from keras_psplus.tables.keys import owners_of
 
 KEY, FREQUENCY, LAST, SEEN = range(4)
 
@@ -101,7 +101,7 @@ class WaitingRows:
 
 def living(entries: np.ndarray) -> np.ndarray:
     """Mask of the entries that have a key."""
-    return entries[:, KEY] != FREE
+    return entries[:, FREQUENCY] >= 0
 
 
 def in_chunks(read: Callable[[int, int], np.ndarray], size: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class Part(Protocol):
         """Number of updates."""
 
     def entries(self) -> np.ndarray:
-        """int64 matrix, as `Snapshot.entries`, of all rows; `FREE` ones are among them."""
+        """int64 matrix, as `Snapshot.entries`, of all rows; ones without a key are among them."""
 
     def rows(self, slot: int, count: int) -> np.ndarray:
         """The first rows, so many, of the table, 0, or of a slot."""

@@ -17,7 +17,6 @@ from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.admission import Clock, Expiry
 from keras_psplus.tables.chunks import ChunkedRows, places_of, traced_once
 from keras_psplus.tables.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
-from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
@@ -268,13 +267,13 @@ class RowStore:
     # Contents.
 
     def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        """As `KeyRows.entries`, of the rows that count; others have the key `FREE`."""
+        """As `KeyRows.entries`, of the rows that count; others have the frequency -1."""
         return self._entries_of(self.key_rows, first, count)
 
     def _entries_of(self, key_rows: KeyRows, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         entries = key_rows.entries(first, count)
         rows = self._expiry.living(key_rows, first + tf.range(tf.shape(entries)[0]))
-        free = tf.constant([[FREE, 0, 0, 0]], _LONG)
+        free = tf.constant([[0, -1, 0, 0]], _LONG)
         return tf.where(rows[:, tf.newaxis] >= 0, entries, free)
 
     def insert(self, entries: tf.Tensor) -> tf.Tensor:
