@@ -17,6 +17,7 @@ from keras_psplus.tables import policies
 from keras_psplus.tables.keys import ZEROS, to_keys
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tables.policies import check_cache
+from keras_psplus.tables.row_optimizer import check_constraint, check_regularizer
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
 from keras_psplus.tables.snapshot import Snapshot
 
@@ -195,6 +196,15 @@ class PaddingMask(keras.Operation):
 
 
 _DEFAULTS = ZEROS, "initializer"
+# Arguments of other embeddings, and what there is in their place.
+_INSTEAD = {
+    "embeddings_initializer": "its argument is `initializer=`",
+    "input_dim": "its table grows with the ids; `expire=psp.tables.Capacity(rows)` bounds it",
+    "lora_rank": "all of a row is trained",
+    "mask_zero": "give the id that pads sequences, `mask_value=0`",
+    "max_norm": "use `embeddings_constraint=keras.constraints.MaxNorm(norm, axis=1)`",
+    "output_dim": "its argument is `dim`",
+}
 
 
 @keras.saving.register_keras_serializable(package="keras_psplus")
@@ -223,6 +233,10 @@ class DynamicEmbedding(keras.layers.Layer):
         mask_value: Id that pads sequences, such as 0, or `""` of strings, or None. It has no row,
             combiners leave it out, and the output has a Keras mask of dense ids: of each of them,
             or of each group along the last axis that is combined, if there are several axes.
+        embeddings_regularizer: Regularizer of the rows of a step's distinct ids, with the updates;
+            its penalty is not in the loss.
+        embeddings_constraint: Constraint of rows, from their beginning on, which takes each by
+            itself, as `keras.constraints.MaxNorm(2.0, axis=1)` does.
         **kwargs: As for `keras.layers.Layer`, such as `name`.
 
     Raises:
@@ -253,14 +267,25 @@ class DynamicEmbedding(keras.layers.Layer):
         default: str = ZEROS,
         cache: Any = None,
         mask_value: int | str | None = None,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         **kwargs: Any,
     ) -> None:
         activation.activate()
+        for name in [name for name in _INSTEAD if name in kwargs]:
+            raise ValueError(
+                f"A DynamicEmbedding has no `{name}`: {_INSTEAD[name]}. "
+                f"Received: {name}={shown(kwargs[name])}"
+            )
         super().__init__(**kwargs)
         self.dim = whole_number("dim", dim, 1, most=2**20)
         self._admit, self._expire = policies.check_admit(admit), policies.check_expire(expire)
         self._initializer = initial_rows.check_initializer(initializer)
         self._cache = check_cache(cache)
+        self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
+        self.embeddings_constraint = keras.constraints.get(embeddings_constraint)
+        check_constraint(keras.constraints.serialize(self.embeddings_constraint), self.dim)
+        check_regularizer(self.embeddings_regularizer)
         self.combiner, self.default, self.mask_value = combiner, default, mask_value
         if mask_value is not None and not isinstance(mask_value, str):
             whole_number("mask_value", mask_value, -(2**63), most=2**63 - 1)
@@ -304,6 +329,8 @@ class DynamicEmbedding(keras.layers.Layer):
             "default": self.default,
             "admit": self._admit,
             "expire": self._expire,
+            "constraint": keras.constraints.serialize(self.embeddings_constraint),
+            "regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
             **({} if self._cache is None else {"cache": self._cache}),
         }
 
@@ -446,6 +473,8 @@ class DynamicEmbedding(keras.layers.Layer):
             "default": self.default,
             "cache": self._cache,
             "mask_value": self.mask_value,
+            "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
+            "embeddings_constraint": keras.constraints.serialize(self.embeddings_constraint),
         }
 
 

@@ -151,19 +151,22 @@ def check_initializer(initializer: Any) -> dict[str, Any]:
 
 def maker_of_missing(spec: dict[str, Any]) -> _Maker | None:
     """Function that makes rows of keys which a table lacks, or None for zeros."""
-    return None if spec["default"] == ZEROS else maker(spec["initializer"], spec["dim"])
+    return None if spec["default"] == ZEROS else maker(spec)
 
 
-def maker(initializer: dict[str, Any], dim: int) -> _Maker:
-    """Function that makes the rows of an int64 vector of keys.
+def maker(spec: dict[str, Any]) -> _Maker:
+    """Function that makes the rows of an int64 vector of keys, under its constraint.
 
     Args:
-        dim: Numbers in a row.
+        spec: Of the table.
     """
+    initializer, dim = spec["initializer"], spec["dim"]
     make, config, seed = _MAKERS[initializer["kind"]], initializer["config"], initializer["seed"]
+    constraint = keras.constraints.get(spec.get("constraint"))
 
     def rows(keys: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(make(keys, dim, seed, config), [None, dim])
+        made = tf.ensure_shape(make(keys, dim, seed, config), [None, dim])
+        return made if constraint is None else constraint(made)
 
     return rows
 

@@ -30,7 +30,8 @@ class RowStore:
     """Rows of keys, with the optimizer that updates them.
 
     Args:
-        spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
+        spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`;
+            perhaps serialized, its `constraint` and `regularizer`.
     """
 
     def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
@@ -42,7 +43,7 @@ class RowStore:
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
         )
-        self._initial = initial_rows.maker(spec["initializer"], self.dim)
+        self._initial = initial_rows.maker(spec)
         self.optimizer: RowOptimizer | None = None
         self._slot_initializers: list[Any] = []
         self._turns = OptimizerTurns(spec["name"])
@@ -67,7 +68,8 @@ class RowStore:
 
         with tf.init_scope():
             self.key_rows.log.begin()
-            self.optimizer = RowOptimizer(config, self.weights, make_slot)
+            own = {of: self._spec.get(of) for of in ("constraint", "regularizer")}
+            self.optimizer = RowOptimizer({**config, **own}, self.weights, make_slot)
             self._slot_initializers = initializers
             self.key_rows.set_others(self.columns)
             keys, gradient = tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim])

@@ -35,6 +35,8 @@ NAME = "manifest.json"
 FORMAT = 1
 # Arrays of a version, with their types; a whole one has the first two.
 ARRAYS = {"keys": np.int64, "rows": np.float32, "gone": np.int64}
+# What a row that is missing depends on.
+_OF_MISSING = "dim", "default", "initializer", "constraint"
 FILE = re.compile(r"\d{8,}-\d+-(keys|rows|gone)\.npy")
 
 
@@ -398,7 +400,7 @@ class VersionWriter:
     def __init__(self, folder: str, specs: Mapping[str, dict[str, Any]]) -> None:
         self._folder = folder
         self._tables = [
-            {"name": name, **{what: spec[what] for what in ("dim", "default", "initializer")}}
+            {"name": name, **{what: spec.get(what) for what in _OF_MISSING}}
             for name, spec in specs.items()
         ]
         os.makedirs(folder, exist_ok=True)

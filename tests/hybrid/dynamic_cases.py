@@ -31,6 +31,15 @@ CASES = {
         lambda: optimizers.SGD(0.5, momentum=0.9),
         False,
     ),
+    "bounded": (
+        {
+            "default": "initializer",
+            "embeddings_regularizer": keras.regularizers.L1L2(0.01, 0.1),
+            "embeddings_constraint": keras.constraints.MaxNorm(0.07, axis=1),
+        },
+        lambda: optimizers.Adam(0.1),
+        False,
+    ),
 }
 
 

@@ -48,8 +48,9 @@ def resumed(name, folder):
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_equals_one_process():
-    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name="counted")
+@pytest.mark.parametrize("name", ["counted", "bounded"])
+def test_equals_one_process(name):
+    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name=name)
     assert len(found.first["table_keys"])
 
 

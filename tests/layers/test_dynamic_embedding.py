@@ -77,6 +77,24 @@ def test_padded_sequences_equal_those_of_an_embedding_with_mask_zero(is_text):
     assert len(found["table_keys"]) == len(np.unique(x)) - 1
 
 
+def test_regularizers_and_constraints_equal_those_of_an_embedding():
+    options = {
+        "embeddings_regularizer": keras.regularizers.L2(0.1),
+        "embeddings_constraint": keras.constraints.MaxNorm(0.8, axis=1),
+    }
+    # In each batch are all rows, which are those of a step.
+    x = np.stack([np.random.default_rng(i).permutation(12) for i in range(3)])
+    rows, results = layer(**options)(np.arange(12)).numpy(), []
+    assert np.isclose(np.linalg.norm(rows, axis=1), 0.8).sum() > 3
+    start = keras.initializers.Constant(rows)
+    for table in (layer(**options), keras.layers.Embedding(12, 3, start, **options)):
+        model = keras.Sequential([keras.Input((12,), dtype="int64"), table])
+        model.compile(keras.optimizers.Adam(0.2), "mse")
+        model.fit(x, np.ones([3, 12, 3]), batch_size=1, shuffle=False, verbose=0)
+        results.append(model.predict(np.arange(12)[np.newaxis], verbose=0))
+    np.testing.assert_allclose(*results, atol=1e-5)
+
+
 def test_strings_have_rows_of_their_fingerprints():
     table = layer()
     rows = table(tf.constant([["a", "b"], ["b", ""]])).numpy()
@@ -243,6 +261,12 @@ def test_what_does_not_fit_is_refused():
         layer(combiner="max")
     with pytest.raises(ValueError, match="Received: initializer=.*Orthogonal"):
         layer(initializer=keras.initializers.Orthogonal())
+    with pytest.raises(ValueError, match="has no `max_norm`: use `embed.*Received: max_norm=2"):
+        layer(max_norm=2)
+    with pytest.raises(ValueError, match="takes each row by itself.*Received: Orthogonal"):
+        layer(embeddings_regularizer="orthogonal_regularizer")
+    with pytest.raises(ValueError, match="single rows of a table.*NonNeg.*Received: UnitNorm"):
+        layer(embeddings_constraint="unit_norm")
     with pytest.raises(ValueError, match="Received: mask_value=0.5"):
         layer(mask_value=0.5)
     with pytest.raises(ValueError, match="Received: mask_value='' with ids of type int64"):

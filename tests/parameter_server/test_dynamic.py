@@ -38,10 +38,11 @@ def briefly_trained(strategy, name):
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_synchronous_training_equals_one_process():
-    found = run("sync22", briefly_trained, name="counted").first
+@pytest.mark.parametrize("name", ["counted", "bounded"])
+def test_synchronous_training_equals_one_process(name):
+    found = run("sync22", briefly_trained, name=name).first
     assert len(found["table_keys"])
-    expected = reference(dynamic_job.train_briefly, dynamic_job.ALONE, name="counted")
+    expected = reference(dynamic_job.train_briefly, dynamic_job.ALONE, name=name)
     assert_close(found, expected, 5e-5)
 
 

@@ -235,5 +235,5 @@ def test_missing_keys_are_what_the_layer_says(tmp_path):
     spec = {**SPEC, "default": "initializer"}
     VersionWriter(str(tmp_path), {"t": spec}).write([changes([7], is_whole=True)], 1)
     found = psp.serving.TableReader(tmp_path, poll=None).lookup([7, 8])
-    expected = initial_rows.maker(spec["initializer"], DIM)(np.array([8])).numpy()[0]
+    expected = initial_rows.maker(spec)(np.array([8])).numpy()[0]
     np.testing.assert_array_equal(found, [[7, 8], expected])

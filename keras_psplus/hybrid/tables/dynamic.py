@@ -50,6 +50,9 @@ class DynamicTable(Table):
             servers, spec["key"], spec["name"], shape, pull_compressor, push_compressor
         )
         self.spec = spec
+        # Of the copies of rows on workers.
+        self.constraint = keras.constraints.get(spec.get("constraint"))
+        self.regularizer = keras.regularizers.get(spec.get("regularizer"))
         self._contents = Contents(spec, self._parts)
 
     def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
