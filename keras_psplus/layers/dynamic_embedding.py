@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus import activation
@@ -19,7 +20,7 @@ from keras_psplus.tables.local import LocalTable
 from keras_psplus.tables.policies import check_cache
 from keras_psplus.tables.row_optimizer import check_constraint, check_regularizer
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
-from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tables.snapshot import Contents, Snapshot
 
 COMBINERS = "sum", "mean", "sqrtn"
 
@@ -431,12 +432,97 @@ class DynamicEmbedding(keras.layers.Layer):
         return entries[:, 1], entries[:, 2]
 
     def _snapshot(self) -> Snapshot:
-        if self.table is None:
+        return self._own_value.read_snapshot()
+
+    @property
+    def _own_value(self) -> Any:
+        if self.table is None or not is_keyed(self.table):
             raise ValueError(
                 f"The layer '{self.name}' has no table before it is built. Call it, or its model, "
                 "first. Received: a layer that is not built"
             )
-        return self.table._value.read_snapshot()
+        return self.table._value
+
+    def items(self, batch: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Stream of keys and rows, in no order, for tables of any size.
+
+        Args:
+            batch: The most keys at a time.
+
+        Returns:
+            Iterator over pairs of an int64 vector and a float32 matrix.
+        """
+        return self._own_value.read_items(whole_number("batch", batch, 1))
+
+    def insert(
+        self, keys: Any, rows: Any, slots: Sequence[Any] | None = None, counts: Any = None
+    ) -> None:
+        """Sets rows of keys, which it makes where there are none, whatever `admit` says.
+
+        Call it while nothing trains; of a job's workers, all do, and the chief's arrays count.
+
+        Args:
+            keys: Vector of distinct integers or strings.
+            rows: Matrix with a row for each key.
+            slots: As `rows`, for each variable that the optimizer has of the table, in its order;
+                None for those that new keys begin with, and keys that are there have.
+            counts: In how many updates each key was; None for 1, or as many as there were.
+
+        Raises:
+            ValueError: If the arrays do not fit, or something trains.
+
+        Example:
+
+        ```python
+        for keys, rows in other.items():
+            table.insert(keys, rows)
+        ```
+        """
+        value, keys = self._own_value, self._keys_of(keys)
+        numbers = () if slots is None else value.slot_numbers
+        columns = [np.asarray(one, np.float32) for one in (rows, *(slots or ()))]
+        times = np.asarray(np.zeros(len(keys)) if counts is None else counts, np.int64)
+        shapes = [one.shape for one in columns], times.shape
+        if shapes != ([(len(keys), self.dim)] * (1 + len(numbers)), keys.shape) or (
+            counts is not None and times.size and times.min() < 1
+        ):
+            raise ValueError(
+                f"The table of '{self.name}' takes rows of {self.dim} numbers, and slots of the "
+                f"{len(value.slot_numbers)} variables that its optimizer has of it once it is "
+                f"built, one for each of {len(keys)} keys, and counts from 1 up. "
+                f"Received: rows and slots of shapes {shapes[0]}, counts of shape {shapes[1]}"
+            )
+        value.edit(lambda table: table.insert(keys, list(zip((0, *numbers), columns)), times))
+
+    def remove(self, keys: Any) -> None:
+        """Removes keys, with their rows, slots and counts; as `insert`, while nothing trains.
+
+        Args:
+            keys: Vector of distinct integers or strings; those without a row do not matter.
+        """
+        value, keys = self._own_value, self._keys_of(keys)
+        value.edit(lambda table: table.remove(keys))
+
+    def clear(self) -> None:
+        """Removes all keys, and what `admit` has counted; as `insert`, while nothing trains."""
+        self._own_value.edit(Contents.clear)
+
+    def _keys_of(self, ids: Any) -> np.ndarray:
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The keys of the layer '{self.name}' are changed outside of steps. Call it "
+                "outside of tf.function. Received: a call inside of a graph"
+            )
+        ids = np.asarray(ids)
+        # NumPy gives an empty list another type.
+        ids = ids if ids.size else ids.astype(np.int64)
+        keys = to_keys(tf.convert_to_tensor(ids), self.name).numpy()
+        if keys.ndim != 1 or len(np.unique(keys)) < keys.size:
+            raise ValueError(
+                f"The layer '{self.name}' takes a vector of keys, none of which comes twice. "
+                f"Received: keys of shape {keys.shape}, {len(np.unique(keys))} of them distinct"
+            )
+        return keys
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the table: its keys and rows, and what policies have counted."""

@@ -289,6 +289,35 @@ class RowStore:
         self._start_slots(rows)
         return tf.size(rows)
 
+    def admit(self, keys: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Gives rows to distinct keys, where they have none, as of this moment.
+
+        Args:
+            counts: int64 frequencies of the keys; 0 for 1, and for one that stays as it is.
+
+        Returns:
+            The number of keys.
+        """
+        now, seconds = self.clock.step(), tf.cast(tf.timestamp(), _INT)
+        missing = places_of(self._expiry.find(self.key_rows, hashes_of(keys)) < 0)
+        new, times = tf.gather(keys, missing), tf.cast([now, seconds], _LONG)
+        frequency = tf.maximum(tf.gather(counts, missing), 1)
+        times = tf.tile(times[tf.newaxis], [tf.size(new), 1])
+        self.insert(tf.concat([tf.stack([new, frequency], 1), times], 1))
+        if self.admission.candidates is not None:
+            self.admission.candidates.remove_keys(new)
+        counted = places_of(counts > 0)
+        rows = self.key_rows.index.find(hashes_of(tf.gather(keys, counted)))
+        self.key_rows.note(rows, tf.cast(tf.gather(counts, counted), _INT), now, seconds)
+        return tf.size(keys)
+
+    def remove(self, keys: tf.Tensor) -> tf.Tensor:
+        """Takes their rows, and what admission has counted, from distinct keys."""
+        self.key_rows.remove_keys(keys)
+        if self.admission.candidates is not None:
+            self.admission.candidates.remove_keys(keys)
+        return tf.size(keys)
+
     def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Sets rows, or rows of an optimizer's slot, of keys that are there."""
         self.key_rows.log.begin()

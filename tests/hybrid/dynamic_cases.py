@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from tests.hybrid.models import compiled, flat, head, initializer
+from tests.hybrid.models import compiled, flat, head, initializer, is_alone
 
 # The layout that others are held against: plain Keras has no such tables.
 ALONE = "hybrid1"
@@ -78,10 +78,10 @@ def train_briefly(name):
     return results | contents(model, table)
 
 
-def train_more(model, case, x, y):
+def train_more(model, case, x, y, **others):
     """Changes rows, by a batch of which the shape is no more known than that of others."""
     dataset = tf.data.Dataset.from_tensor_slices((as_ids(case, x[:BATCH]), y[:BATCH])).batch(BATCH)
-    model.fit(dataset, verbose=0)
+    model.fit(dataset, verbose=0, **others)
 
 
 def contents(model, table):
@@ -119,6 +119,41 @@ def train_and_evaluate(name, **others):
     other = as_ids(name, x[:40] + [0, 0, 0, 0, 1])
     checked = tf.data.Dataset.from_tensor_slices((other, y[:40])).batch(12)
     return train(name, as_ids(name, x), y, validation_data=checked, **others)
+
+
+def moved(name, model, table):
+    """Changes keys by hand: some go, others come, and some get other rows, slots and counts."""
+    refused = []
+
+    def on_train_batch_end(batch, logs):
+        try:
+            table.clear()
+        except ValueError as error:
+            refused.append(str(error))
+
+    if not is_alone():
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=on_train_batch_end)
+        train_more(model, name, *data(), callbacks=[callback])
+        # Servers of TensorFlow's wait for steps that are under way.
+        served = getattr(tf.distribute.get_strategy(), "mode", None) is not None
+        assert served or "between two calls of `fit`" in refused[0], refused
+    ids = as_ids(name, data()[0]).ravel()
+    known = np.array(sorted(set(ids.tolist())))[:30]
+    new = as_ids(name, np.arange(8).reshape(1, -1)).ravel()
+    table.clear()
+    slots = [of for of in model.optimizer.variables if of.shape == (0, DIM)]
+    rows = np.random.default_rng(2).random((30, DIM))
+    table.insert(known, rows, [rows + i for i in range(len(slots))], np.arange(30) + 1)
+    table.insert(np.concatenate([known[:4], new]), rows[:12] + 7)
+    table.remove(np.concatenate([known[9:20], new[:3]]))
+    keys, found = map(np.concatenate, zip(*table.items(7)))
+    order = np.argsort(keys)
+    after = contents(model, table)
+    np.testing.assert_array_equal(keys[order], after["table_keys"])
+    np.testing.assert_array_equal(found[order], after["table_rows"])
+    same = {of: after[f"table_{of}"] for of in ("keys", "rows", "frequency", "candidates")}
+    same |= {f"slot_{i}": np.asarray(slot) for i, slot in enumerate(slots)}
+    return {f"moved_{what}": value for what, value in same.items()}
 
 
 def check_reads_weights(name, model, table, folder):

@@ -25,7 +25,7 @@ def read_again(name, folder):
         cases.check_reads_weights(name, model, table, own)
     if name == "counted" and not is_alone():
         check_files_of_servers(name, model, table, f"{folder}/tables")
-    return results
+    return results | cases.moved(name, model, table)
 
 
 def check_files_of_servers(name, model, table, folder):

@@ -134,6 +134,53 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
 
 
+def test_a_table_is_moved_into_another():
+    ids, tables, x = keras.Input((2,), dtype="int64"), [], KEYS[[[0, 1], [1, 2], [3, 4]]]
+    for _ in range(2):
+        table = layer(combiner="sum", admit=psp.tables.Count(2))
+        kernel = keras.initializers.GlorotUniform(1)
+        model = keras.Model(ids, keras.layers.Dense(1, kernel_initializer=kernel)(table(ids)))
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        tables.append((model, table))
+    (model, table), (other, copy) = tables
+    for _ in range(3):
+        model.train_on_batch(x, np.ones([3, 1]))
+    other.layers[-1].set_weights(model.layers[-1].get_weights())
+    variables = zip(model.optimizer.variables, other.optimizer.variables)
+    for one, of_copy in [pair for pair in variables if pair[0].shape != (0, 3)]:
+        of_copy.assign(one)
+    slots = [np.asarray(of) for of in model.optimizer.variables if of.shape == (0, 3)]
+    # In the order of `keys`.
+    copy.insert(table.keys, table.table.numpy(), slots, table.counts()[0])
+    for one in (model, other):
+        one.train_on_batch(x, np.ones([3, 1]))
+    np.testing.assert_array_equal(copy.keys, table.keys)
+    np.testing.assert_array_equal(copy.counts()[0], table.counts()[0])
+    np.testing.assert_allclose(copy.table.numpy(), table.table.numpy(), atol=1e-6)
+
+    copy.remove([7, 8])
+    copy.insert(tf.constant(["a", "b"]), np.ones([2, 3]))
+    assert 7 not in copy.keys and len(copy.keys) == 6 and copy.counts()[0].min() == 1
+    np.testing.assert_array_equal(copy(tf.constant([["b"]])), [[1, 1, 1]])
+    assert sum(len(keys) for keys, _ in copy.items(4)) == 6
+    copy.clear()
+    assert not len(copy.keys) and not list(copy.items())
+    ones = np.ones([2, 3])
+    for args, received in (
+        (([1, 1], ones), "keys of shape"),
+        (([1], ones), "rows and slots of shapes"),
+        (([1, 2], ones, [ones]), "rows and slots of shapes"),
+        (([1, 2], ones, None, [0, 1]), "counts of shape"),
+    ):
+        with pytest.raises(ValueError, match=f"Received: .*{received}"):
+            copy.insert(*args)
+    with pytest.raises(ValueError, match="Received: a layer that is not built"):
+        layer().clear()
+    with pytest.raises(ValueError, match="Received: a call inside of a graph"):
+        tf.function(lambda: copy.remove([1]))()
+
+
 @pytest.mark.extended
 def test_a_checkpoint_has_the_keys(tmp_path):
     models = []

@@ -28,7 +28,8 @@ def train(name, *callbacks):
 def trained(strategy, name):
     with options(strategy), strategy.scope():
         model, table, found = train(name)
-        return found | dynamic_job.contents(model, table)
+        found |= dynamic_job.contents(model, table)
+        return found | dynamic_job.moved(name, model, table)
 
 
 def briefly_trained(strategy, name):
@@ -107,7 +108,7 @@ def broken_off(strategy, folder):
         model.load_weights(path)
         for what, value in dynamic_job.contents(model, table).items():
             np.testing.assert_array_equal(value, found[what], err_msg=what)
-        return found
+        return found | dynamic_job.moved("counted", model, table)
 
 
 @pytest.mark.extended
