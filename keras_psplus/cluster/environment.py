@@ -50,7 +50,9 @@ def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
     environ = os.environ if environ is None else environ
     if VISIBLE not in environ:
         return None
-    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    names = [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    # CUDA takes those before the first that there cannot be.
+    return list(itertools.takewhile(lambda name: name != "-1", names))
 
 
 @functools.cache
