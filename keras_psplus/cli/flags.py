@@ -23,6 +23,16 @@ from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.monitor.job import JsonLog
 from keras_psplus.cluster.monitor.trace import STEPS as TRACE_STEPS
 
+# Flags of horovodrun, mpirun, torchrun, deepspeed and srun, and what they are here.
+_HABITS = {
+    **dict.fromkeys(
+        "-n -np --np --nproc --num-proc --nproc-per-node --num-gpus".split(), "workers"
+    ),
+    **dict.fromkeys("--ntasks --num-workers --world-size".split(), "workers"),
+    **dict.fromkeys("-H --host --nodes --nodelist".split(), "hosts"),
+    **dict.fromkeys("-hostfile --machinefile".split(), "hostfile"),
+}
+
 # Flags before the first other argument, everything from there on untouched.
 
 
@@ -119,8 +129,10 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             raise UsageError(f"{error}. Received: {shlex.join(argv)}") from None
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self.names, 1)
-            hint = f" Did you mean: {self.names[near[0]]}?" if near else ""
+            given = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(given, self.names, 1)
+            name = _HABITS.get(given.replace("_", "-"), self.names[near[0]] if near else None)
+            hint = f" Did you mean: --{name}?" if name in self.names.values() else ""
             raise UsageError(f"There is no such flag.{hint} Received: {unknown[0]}")
         if options.command[:1] == ["--"]:
             del options.command[0]
@@ -251,7 +263,10 @@ def _check_spec(
     name: str, given: Mapping[str, str], forms: Mapping[str, specs.Form], allowed: str
 ) -> None:
     if name in given and specs.parse(given[name], forms) is None:
-        raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
+        hint = specs.hint(given[name], forms)
+        raise UsageError(
+            f"--{name} must be one of {allowed}.{hint} Received: --{name}={given[name]}"
+        )
 
 
 def _check_layout(entry: Entry, layout: Mapping[str, int], strategy: str) -> None:
