@@ -212,12 +212,44 @@ def remarks(parser: Parser, command: list[str]) -> list[str]:
         lines.append(
             f"{listed}: behind the script, and so passed to it; flags of keras-psplus go before it"
         )
+    lines += _foreign_calls(command[0], script)
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("", "tensorflow") and "KERAS_BACKEND" not in script:
         lines.append(
             f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
         )
     return lines
+
+
+# Calls of other libraries for training in several processes, and what is written in their place.
+_FOREIGN = {
+    r"\btf\.distribute\.(?:experimental\.)?(?:MultiWorker)?MirroredStrategy\(": (
+        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
+    ),
+    r"\btf\.distribute\.(?:experimental\.)?ParameterServerStrategy\(": (
+        "strategy = keras_psplus.ParameterServerStrategy()"
+    ),
+    r"\bhvd\.init\(": "strategy = keras_psplus.MultiWorkerMirroredStrategy()",
+    r"\b(?:torch\.distributed|dist)\.init_process_group\(": (
+        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
+    ),
+}
+
+
+def _foreign_calls(path: str, script: str) -> list[str]:
+    """Warnings of calls by which each task would train alone, or not at all."""
+    if "tf_keras" in script or os.environ.get("TF_USE_LEGACY_KERAS") == "1":
+        return []
+    found = {}
+    for number, line in enumerate(script.splitlines(), 1):
+        for pattern, ours in _FOREIGN.items():
+            if call := re.search(pattern, line.partition("#")[0]):
+                found.setdefault(pattern, (number, f"{call.group()}...)", ours))
+    return [
+        f"{path}:{number}: {call} does not have the tasks train together under Keras 3: write "
+        f"`{ours}`, and `with strategy.scope():` where the model is made"
+        for number, call, ours in found.values()
+    ]
 
 
 # Checks of flags of `run` that conflict, before anything is started.
@@ -480,6 +512,7 @@ def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
 
 _TRACEBACK = "Traceback (most recent call last)"
 LAST_LINES = 80
+_LOST = "stopped answering"
 
 
 def show_failure(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -> None:
@@ -497,7 +530,8 @@ def show_failure(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -
         say.append(f"ended by signal {result.signal}")
     say.append(f"logs: {log_dir}")
     if result.first_failure is not None:
-        say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
+        words = _last_words(result)
+        say += ["", f"{result.first_failure} failed first:", *words, *_ended_before(result, words)]
     with contextlib.suppress(OSError):  # nobody reads it, and the exit code is the job's
         print("\n".join(["", *say]), file=sys.stderr, flush=True)
 
@@ -508,7 +542,29 @@ def _last_words(result: ClusterResult) -> list[str]:
     lines = result.logs[result.first_failure].splitlines()
     is_noise = NoiseFilter().is_noise
     traceback = [line for line in last_traceback(lines) if not is_noise(line)]
-    return traceback[-LAST_LINES:] or lines[-20:]
+    if traceback:
+        return traceback[-LAST_LINES:]
+    # A task that was killed has said nothing of that: its own last lines are the nearest.
+    is_noise = NoiseFilter().is_noise
+    return [line for line in lines if not is_noise(line)][-20:] or lines[-20:]
+
+
+def _ended_before(result: ClusterResult, words: list[str]) -> list[str]:
+    """A line on tasks whose scripts had ended well, though the first failure needed them."""
+    text = "\n".join(words)
+    names = [
+        name
+        for name, code in result.exit_codes.items()
+        if code == 0 and name not in result.terminated and f"{name} (" in text
+    ]
+    if not names or _LOST not in text:
+        return []
+    return [
+        "",
+        f"{', '.join(names)}: the script had ended there with exit code 0, while "
+        f"{result.first_failure} still trained. All workers call fit, evaluate and predict; only "
+        "what one of them writes or prints stands below `if strategy.is_chief:`",
+    ]
 
 
 def last_traceback(lines: list[str]) -> list[str]:

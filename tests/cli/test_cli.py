@@ -13,6 +13,8 @@ import tensorflow as tf
 import keras_psplus
 from keras_psplus import catalogue, versions
 from keras_psplus.cli import bench, doctor, main, run
+from keras_psplus.cli.flags import show_failure
+from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.process.signals import GRACE_VARIABLE
 
@@ -283,6 +285,48 @@ def test_run_shows_the_first_failures_traceback_last(tmp_path, capfd):
     assert err.rstrip().endswith("ValueError: from 1")
     assert "worker-1 failed first:\nTraceback" in err
     assert "worker-1: exit code 1, first to fail" in err and f"logs: {tmp_path}" in err
+
+
+def failure_of(tmp_path, capsys, codes, **logs):
+    """Shows the end of a job whose worker 0 has failed first; returns what is written."""
+    paths = {name: tmp_path / name for name in codes}
+    for name, path in paths.items():
+        path.write_text(logs.get(name.replace("-", "_"), ""))
+    show_failure(ClusterResult(codes, paths, first_failure="worker-0"), tmp_path, 0.0)
+    return capsys.readouterr().err
+
+
+def test_a_killed_tasks_own_last_lines_are_shown(tmp_path, capsys):
+    noise = "2026-11-23 18:58:38.123456: I tensorflow/core/platform/port.cc:153] text\n" * 30
+    log = "epoch 1 done\n" + noise
+    said = failure_of(tmp_path, capsys, {"worker-0": -9}, worker_0=log)
+    assert said.endswith("worker-0 failed first:\nepoch 1 done\n")
+    # There may be nothing else.
+    said = failure_of(tmp_path, capsys, {"worker-0": -9}, worker_0=noise)
+    assert said.count("port.cc") == 20
+
+
+def test_a_worker_whose_script_had_ended_is_named(tmp_path, capsys):
+    lost = "Traceback (most recent call last)\nPeerLostError: worker-1 (h:1) stopped answering\n"
+    for code, is_said in ((0, True), (1, False)):
+        codes = {"worker-0": 1, "worker-1": code}
+        said = failure_of(tmp_path, capsys, codes, worker_0=lost)
+        assert ("worker-1: the script had ended there with exit code 0" in said) == is_said
+
+
+def test_calls_of_other_libraries_are_named(tmp_path, capsys):
+    script = tmp_path / "other.py"
+    script.write_text(
+        "def main():\n"
+        "    # tf.distribute.MirroredStrategy()\n"
+        "    strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+        "    hvd.init()\n"
+    )
+    assert main.main(["run", "--workers=1", str(script)]) == 0
+    err = capsys.readouterr().err
+    assert f"{script}:3: tf.distribute.MultiWorkerMirroredStrategy(...) does not have" in err
+    assert f"{script}:4: hvd.init(...)" in err and ":2:" not in err
+    assert err.count("`strategy = keras_psplus.MultiWorkerMirroredStrategy()`") == 2
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
