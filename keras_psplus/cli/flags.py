@@ -469,6 +469,9 @@ def add_roles(parser: Parser) -> None:
     )
 
 
+OUTPUTS = ("chief", "all")
+
+
 def add_outputs(parser: Parser) -> None:
     """Adds `--json_log`, `--trace` and `--trace_steps`."""
     parser.text(

@@ -98,7 +98,8 @@ def main(argv: list[str]) -> int:
     for remark in flags.remarks(parser, command):
         warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
-    console = Console(live=live, quiet=not options.verbose)
+    leader = None if options.output == "all" else live
+    console = Console(live=live, quiet=not options.verbose, leader=leader)
 
     def log(line: str) -> None:
         console.note(f"keras-psplus: {line}")
@@ -200,6 +201,12 @@ def _parser() -> flags.Parser:
     parser.switch(
         "verbose",
         "Show also what TensorFlow writes about itself, which is in the logs in any case.",
+    )
+    parser.choice(
+        "output",
+        flags.OUTPUTS,
+        "Whose progress bars and summaries of models are shown (default: the chief's, or worker "
+        "0's); all are in the logs.",
     )
     parser.switch("dry_run", "Print each task's environment and command, start nothing.")
     parser.texts(
