@@ -52,9 +52,11 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         usage: The command's help above its flags.
+        groups: Dict from headings of the help to the names of the flags below them; the flags that
+            are in none come last.
     """
 
-    def __init__(self, usage: str) -> None:
+    def __init__(self, usage: str, groups: Mapping[str, str] | None = None) -> None:
         line, _, text = usage.strip().removeprefix("usage: ").partition("\n\n")
         super().__init__(
             prog=line.split()[1],
@@ -67,6 +69,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
         self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        self._groups = {
+            name: group
+            for title, names in (groups or {}).items()
+            for group in [self.add_argument_group(title)]
+            for name in names.split()
+        }
         self._flags = self.add_argument_group(
             "flags (with dashes, as --max-restarts, or underscores)"
         )
@@ -111,7 +119,8 @@ class Parser(argparse.ArgumentParser):
         self.names.update(dict.fromkeys(spellings, name))
         if default is not None:
             help += f" (default: {default})"
-        self._flags.add_argument(*spellings, dest=name, default=default, help=help, **kind)
+        group = self._groups.get(name, self._flags)
+        group.add_argument(*spellings, dest=name, default=default, help=help, **kind)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses a command line.

@@ -35,6 +35,17 @@ traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
   keras-psplus run --max_restarts 3 train.py
   keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
 """
+_GROUPS = {
+    "most used (all flags: with dashes, as --max-restarts, or underscores)": (
+        "workers ps strategy hosts max_restarts log_dir"
+    ),
+    "which tasks, and where": (
+        "chief evaluator gpus_per_worker hostfile ssh remote_python start_timeout dry_run"
+    ),
+    "the strategy": "compression updates list",
+    "failures and time": "restart timeout grace warm",
+    "output": "output verbose json_log trace trace_steps",
+}
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
@@ -153,7 +164,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(_USAGE)
+    parser = flags.Parser(_USAGE, _GROUPS)
     parser.text(
         "workers",
         "Number of workers (default: 2); or MIN:MAX under ParameterServerStrategy: "

@@ -60,6 +60,10 @@ def test_run_help_explains_every_flag(capsys):
     for flag in ("workers", "ps", "chief", "strategy", "log_dir", "timeout", "dry_run", "hosts"):
         assert flag in out
     assert max(map(len, out.splitlines())) <= 100
+    # The six most used come first.
+    flags = re.findall(r"^  --(?:\[no\])?(\w+)", out, re.M)
+    assert set(flags[:6]) == {"workers", "ps", "strategy", "hosts", "max_restarts", "log_dir"}
+    assert "\nfailures and time:\n" in out
 
 
 def test_run_help_names_entries_that_there_are(capsys):
