@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from keras_psplus import catalogue, specs
 from keras_psplus.catalogue import Entry
 from keras_psplus.cluster.console import NoiseFilter
+from keras_psplus.cluster.launcher import remote
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.monitor.job import JsonLog
 from keras_psplus.cluster.monitor.trace import STEPS as TRACE_STEPS
@@ -364,6 +365,12 @@ def read_layout(options: argparse.Namespace) -> tuple[dict[str, Any], int | None
     least, workers = workers_of(options.workers)
     if workers is None:
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2
+        if options.hosts and workers < 1:
+            raise UsageError(
+                f"{options.ps} ps{' and a chief' * chief} leave no host for a worker: name a host "
+                "for each task, or several tasks of a host, as in A:2,B. "
+                f"Received: --hosts={','.join(options.hosts)}, --ps={options.ps}"
+            )
     if workers + chief < 1:
         raise UsageError("a cluster needs at least one worker or a chief")
     if least is not None:
@@ -421,6 +428,58 @@ def check_range(options: argparse.Namespace, chief: bool) -> None:
             f"{options.strategy} needs all of its workers: give --workers one number, or take "
             f"--strategy async_parameter_server. {received}, --strategy={options.strategy}"
         )
+
+
+# Hosts of `run`.
+
+
+def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> None:
+    """Adds `--hosts` and how to reach them."""
+    parser.texts(
+        "hosts",
+        "Hosts of the tasks in order (chief, workers, ps), started by ssh in this folder: A,B or "
+        "A:2,B:2 for two tasks each (a number from 1000 on is a port; default: 2222 and up).",
+    )
+    parser.text("hostfile", "The same in a file as OpenMPI's, a line for each: `A slots=2`.")
+    parser.text(
+        "ssh",
+        "Command that reaches a host, e.g. 'ssh -p 2222' (default: ssh; this machine's own tasks "
+        "need none).",
+    )
+    parser.text("remote_python", "Python on the hosts (default: the path of this one).")
+    parser.number(
+        "start_timeout",
+        float,
+        "Seconds that a host may take to answer.",
+        start_seconds,
+        least=1,
+    )
+
+
+def read_hosts(options: argparse.Namespace) -> bool:
+    """Has `hosts` name the host of each task; returns whether there are any.
+
+    Raises:
+        ValueError: If that is not known, or a flag goes with `--hosts` alone.
+    """
+    if options.hostfile is not None:
+        if options.hosts is not None:
+            raise UsageError(
+                "--hosts and --hostfile name the same: leave out one. "
+                f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
+            )
+        options.hosts = remote.read_hostfile(options.hostfile)
+    if options.hosts is not None:
+        options.hosts = remote.expand(options.hosts)
+        if not options.hosts:
+            raise UsageError(f"no host is named. Received: --hostfile={options.hostfile}")
+        if getattr(options, "warm", False):
+            raise UsageError("--warm starts tasks of this machine alone. Received: --warm, --hosts")
+        return True
+    for name in ("ssh", "remote_python"):
+        if (value := getattr(options, name)) is not None:
+            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={value}")
+    return False
 
 
 # Output paths of `run`, checked before anything is started.

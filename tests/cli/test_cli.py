@@ -136,6 +136,11 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--hosts a,b/c", "the address of worker-1, 'b/c:2222', is wrong"),
         ("--hosts a,", "the address of worker-1, ':2222', is wrong"),
         ("--hosts ::1,b", "IPv6 host in brackets"),
+        ("--hosts a,b --ps 1", "1 ps and a chief leave no host for a worker"),
+        ("--hosts a,b --hostfile f", "name the same: leave out one"),
+        ("--hostfile no_file", "the file of hosts cannot be read"),
+        ("--hosts a,b --warm", "--warm starts tasks of this machine alone"),
+        ("--ssh ssh", "--ssh goes with --hosts. Received: --ssh=ssh"),
         ("--hosts a,A", "worker-0 and worker-1 have the same address 'A:2222'"),
     ],
 )
@@ -164,13 +169,12 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script):
         (["run", "--strategy", "no_such", "SCRIPT"], "no entry 'no_such'"),
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
         (["run", "--max_restarts", "-1", "SCRIPT"], "Received: --max_restarts=-1"),
-        (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
         (["run", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["run", "--grace", "soon", "SCRIPT"], "Received: --grace=soon"),
         (["exec", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["exec", "--grace", "nan", "SCRIPT"], "Received: --grace=nan"),
         (["add-worker"], "name one job"),
-        (["add-worker", "1", "--hosts", "h1"], "on its host; under Slurm"),
+        (["add-worker", "1", "--hosts", "h1"], "by the process id of its launcher"),
         (["add-worker", "1", "2"], "Received: 1 2"),
         (["add-worker", "no job"], "Received: no job"),
         (["serve"], "serve needs a TF_CONFIG"),
@@ -223,18 +227,19 @@ def test_layout_defaults(capsys, script):
     ]
 
 
-def test_hosts_are_printed_not_started(capsys, script):
-    tasks = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+def test_hosts_are_printed_by_a_dry_run(capsys, script):
+    flags = ["--dry_run", "--hosts", "a,me@b:2299,c", "--ps", "1", script]
+    tasks = dry_run(capsys, *flags)
     variables, command = tasks["worker-0"]
     assert json.loads(variables["TF_CONFIG"])["cluster"] == {
         "chief": ["a:2222"],
-        "worker": ["b:99"],
+        "worker": ["b:2299"],
         "ps": ["c:2222"],
     }
     assert command == ["python", script]
     # One for all tasks, and another one for each job.
     tokens = {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in tasks.values()}
-    others = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+    others = dry_run(capsys, *flags)
     tokens |= {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in others.values()}
     assert len(tokens) == 2 and min(map(len, tokens)) == 32
 
