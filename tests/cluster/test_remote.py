@@ -238,6 +238,27 @@ def test_tasks_of_a_host_share_its_cores_and_gpus():
     assert share("chief", 0, {"chief": 1}, has_ps=True) == ("", cores)
 
 
+def test_doctor_says_what_would_fail(ssh, tmp_path):
+    """A port that is taken on both addresses, and a host that nobody has."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        (free,) = free_ports(1)
+        hosts = f"127.0.0.1:{port},127.0.0.2:{free},127.0.0.3"
+        command = [sys.executable, "-m", "keras_psplus", "doctor", "--ssh", ssh, "--hosts"]
+        environ = {**os.environ, "PYTHONPATH": ROOT}
+        options = {"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE}
+        taken = subprocess.Popen([*command, hosts], **options)
+        unknown = subprocess.Popen([*command, "127.0.0.1,no-such-host.invalid"], **options)
+        out, _ = taken.communicate(timeout=60)
+    assert taken.returncode == 1, out
+    assert f"127.0.0.1 cannot listen on port {port}: Address already in use" in out, out
+    # The other ports are open, both ways.
+    assert "cannot reach" not in out and "1 problem(s)" in out, out
+    out, _ = unknown.communicate(timeout=60)
+    assert unknown.returncode == 1 and "no-such-host.invalid NO ANSWER" in out, out
+    assert "Could not resolve hostname" in out or ssh.endswith("/ssh"), out
+
+
 TRAINING = """
 import keras, numpy as np
 import keras_psplus as psp
