@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.reduction.compressed import CompressedSum
+from keras_psplus.all_reduce.collectives.hop import Hop
+from keras_psplus.all_reduce.reduction.exchange import GradientSum, RingSum, TwoLevelSum
 from keras_psplus.all_reduce.topology.group_topology import Hops
-from keras_psplus.all_reduce.topology.two_levels import TwoLevelSum
 from keras_psplus.communication import Communication
 from keras_psplus.compression import methods
 from keras_psplus.core.batch import duplicate_rows
@@ -22,7 +22,7 @@ from keras_psplus.tf_internals import framework_ops as ops
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.operations import Launcher
     from keras_psplus.all_reduce.reduction.replica_states import MirroredState, ReplicaStates
-    from keras_psplus.all_reduce.topology.levels import Levels
+    from keras_psplus.all_reduce.topology.group_topology import Levels
     from keras_psplus.engine import Engine
 
 
@@ -31,8 +31,8 @@ class GradientReducer:
 
     Args:
         launchers: `operations.Launcher` of each local replica.
-        hops: `hops.Hops`, the compressors with error feedback where it is wanted.
-        levels: `levels.Levels` of each local replica; None for one ring of all replicas.
+        hops: `group_topology.Hops`, the compressors with error feedback where it is wanted.
+        levels: `group_topology.Levels` of each local replica; None for one ring of all replicas.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class GradientReducer:
                 grads[i] = duplicate_rows.summed_for(owner, grads[i])
             return self._sums(owner, kind)[replica](grads, variables, step, joins)
 
-    def _sums(self, owner: Any, kind: str) -> list[CompressedSum | TwoLevelSum]:
+    def _sums(self, owner: Any, kind: str) -> list[GradientSum]:
         of_owner = self._of_owner.setdefault(owner, {})
         if kind not in of_owner:
             # Replicas of one graph would wait for each other's clocks, and so for ever: TensorFlow
@@ -209,21 +209,17 @@ class GradientReducer:
             )
         return of_owner[kind]
 
-    def _make_sum(
-        self, replica: int, kind: str, timed: bool, states: ReplicaStates
-    ) -> CompressedSum | TwoLevelSum:
-        launcher, rank = self._launchers[replica], self._first_rank + replica
+    def _make_sum(self, replica: int, kind: str, timed: bool, states: ReplicaStates) -> GradientSum:
+        size = self._bucket_bytes
         hops = Hops(None, None) if kind == "copy" else self._hops
-        if kind == "group":
-            assert self._levels is not None
-            hop, size = self._levels[replica].within, self._bucket_bytes
-            compressor = hops.within if hop.size > 1 else None
-            return CompressedSum(hop.launcher, hop.place, hop.size, compressor, size, timed, states)
+        ring = Hop(self._launchers[replica], range(self._replicas), self._first_rank + replica)
         if self._levels is None:
-            compressor, size = hops.between, self._bucket_bytes
-            return CompressedSum(launcher, rank, self._replicas, compressor, size, timed, states)
-        size, levels = self._bucket_bytes, self._levels[replica]
-        return TwoLevelSum(launcher, rank, self._replicas, hops, size, timed, levels, states)
+            return RingSum(ring, hops.between, size, timed, states)
+        levels = self._levels[replica]
+        if kind == "group":
+            compressor = hops.within if levels.within.size > 1 else None
+            return RingSum(levels.within, compressor, size, timed, states)
+        return TwoLevelSum(ring, levels, hops, size, timed, states)
 
 
 def with_shape(gradient: Any, variable: Any) -> Any:

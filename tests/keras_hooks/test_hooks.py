@@ -31,10 +31,10 @@ GRADIENT_PATH = {
     "all_reduce/step/replica_step.py",
     "core/gradient_path.py",
     "engine.py",
-    # The sums are those of this optimizer on this replica, by buckets and routes.
+    # The sums are those of this optimizer on this replica, by buckets and methods.
     "all_reduce/reducers.py",
-    "all_reduce/reduction/compressed.py",
-    "all_reduce/reduction/routes.py",
+    "all_reduce/reduction/exchange.py",
+    "all_reduce/reduction/methods.py",
     # Each piece is encoded, with what is left of it, and packed into words.
     "compression/kernels.py",
     "compression/quantize.py",
@@ -42,7 +42,7 @@ GRADIENT_PATH = {
     "compression/wire.py",
     "all_reduce/reduction/replica_states.py",
     # TensorFlow's collectives, of several small tensors at once.
-    "all_reduce/collectives/gradients.py",
+    "all_reduce/collectives/hop.py",
     "all_reduce/collectives/operations.py",
 }
 HOOKS_OF_GRADIENTS = [

@@ -286,6 +286,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         """
         self._follows = other._follows
 
+    def like(self, group_key: int, ranks: Sequence[int]) -> Launcher:
+        """Makes the collectives of some of the replicas, of which this one is one."""
+        members = self.members and [self.members[rank] for rank in ranks]
+        options = self._collective_keys, self._device, self._options
+        made = Launcher(group_key, len(ranks), *options, members)
+        made.serialize_with(self)
+        return made
+
     @property
     def _on_cpu(self) -> bool:
         return "CPU" in self._device

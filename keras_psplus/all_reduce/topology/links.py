@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import tensorflow as tf
 
 from keras_psplus import text_table
-from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.planning import links_file
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -72,8 +71,7 @@ def measure(extended: MultiWorkerMirroredExtended) -> Links:
     for pairs in rounds_of_pairs(workers):
         for pair in pairs:
             if mine in pair:
-                launcher = launcher_like(
-                    extended.launcher(0),
+                launcher = extended.launcher(0).like(
                     first_key + pair[0] * workers + pair[1],
                     [worker * local for worker in pair],
                 )
