@@ -98,7 +98,7 @@ class GradientSum:
         raise NotImplementedError
 
     def _made_of(self, variable: Any, gradient: Gradient) -> Any:
-        """What has to be computed before a gradient can be sent."""
+        """Tensors that are computed before a gradient can be sent."""
         return gradient
 
 
@@ -141,7 +141,7 @@ class RingSum(GradientSum):
         most_rows = Factors.most_rows(self._hop.launcher, factored)
         summing = Summing(self._hop, self.states, self._bucket_bytes, step, HopOrder(), most_rows)
         sent: Sequence[tf.Tensor] = []
-        for (method, *_), places in buckets(
+        for _, places in buckets(
             # From the last layer back, as backprop makes them ready.
             reversed(dense),
             lambda i: dense[i].method.key,
@@ -150,7 +150,7 @@ class RingSum(GradientSum):
         ):
             # Processors that encode this one before the last is on its way leave the link idle.
             bucket = [dense[i]._replace(tensor=after(sent, dense[i].tensor)) for i in places]
-            sums = method.sum(summing, bucket)
+            sums = bucket[0].method.sum(summing, bucket)
             sent = sums.sent or sent
             summing.order.end([sums.totals[-1]])
             for i, total, cost in zip(places, sums.totals, sums.costs, strict=True):

@@ -121,7 +121,7 @@ class Method:
     """
 
     def __init__(self, compressor: Any = None, *together: Any) -> None:
-        self.compressor, self.key = compressor, (type(self), *together)
+        self.compressor, self.key = compressor, (type(self).__name__, *together)
 
     @classmethod
     def sum(cls, summing: Summing, bucket: Sequence[Dense]) -> Sums:
