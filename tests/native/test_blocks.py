@@ -10,7 +10,7 @@ from keras_psplus import compression, native
 from keras_psplus.all_reduce.collectives.hop import Hop, Joined
 from keras_psplus.all_reduce.reduction.methods import codings
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.compression import kernels as fused
+from keras_psplus.compression import wire as fused
 from tests.compression.common import at
 from tests.support.tables import for_each
 from tests.support.tiers import extended

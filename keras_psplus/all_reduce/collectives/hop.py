@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.compression import Compressor, kernels
+from keras_psplus.compression import Compressor, wire
 from keras_psplus.compression.methods import without_feedback
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Coding:
             assert self._states is not None
             first = functools.partial(self._compressor.init, rows.shape, tf.float32)
             state = self._states.read(self._name, first)
-        self._payload, self._left = kernels.encode_rows(self._compressor, rows, state, self._step)
+        self._payload, self._left = wire.encode_rows(self._compressor, rows, state, self._step)
         self._width, self.words = rows.shape[1], compression.pack(self._payload, rows.shape[0])
         return self.words
 
@@ -276,12 +276,12 @@ class Coding:
         """Decodes rows of several replicas."""
         like = [tf.TensorSpec([rows, *part.shape[1:]], part.dtype) for part in self._payload]
         payload = compression.unpack(words, like, rows)
-        return kernels.decode_rows(self._inner, payload, self._width, self._step)
+        return wire.decode_rows(self._inner, payload, self._width, self._step)
 
     def decode_sum(self, words: tf.Tensor, rows: int) -> tf.Tensor:
         """Decodes as many rows as were encoded, and sums them to one."""
         payload = compression.unpack(words, self._payload, rows)
-        return kernels.decode_sum(self._inner, payload, self._width, rows, self._step)
+        return wire.decode_sum(self._inner, payload, self._width, rows, self._step)
 
     def keep(
         self, decoded: Callable[[], tf.Tensor] | None = None, last: Sequence[tf.Tensor] = ()

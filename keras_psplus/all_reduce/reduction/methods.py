@@ -26,8 +26,9 @@ from keras_psplus.all_reduce.collectives.hop import (
     pieces,
 )
 from keras_psplus.all_reduce.collectives.size_classes import padded_size
-from keras_psplus.compression import Compressor, ErrorFeedback, kernels
+from keras_psplus.compression import Compressor, ErrorFeedback
 from keras_psplus.compression.methods import IDENTITY, without_feedback
+from keras_psplus.compression.wire import add_rows, encode
 from keras_psplus.core.batch.replica_step import TensorTraffic
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class Gathered(Method):
         names, states = summing.read("gather", bucket)
         payloads = []
         for name, compressor, tensor, state in zip(names, compressors, tensors, states):
-            payload, state = kernels.encode(compressor, tensor, state, step)
+            payload, state = encode(compressor, tensor, state, step)
             payloads.append(payload)
             summing.states.write(name, state)
         words = [compression.pack(payload) for payload in payloads]
@@ -261,7 +262,7 @@ class Gathered(Method):
         for i in at_once:
             rows = everything[:, starts[i] : starts[i + 1]]
             rows = compression.unpack(rows, payloads[i], tf.constant(replicas))
-            sums[i] = kernels.add_rows(compressors[i], rows, tensors[i].shape, step)
+            sums[i] = add_rows(compressors[i], rows, tensors[i].shape, step)
         one_by_one = [i for i in range(len(tensors)) if i not in at_once]
 
         def add(rank: tf.Tensor, totals: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
