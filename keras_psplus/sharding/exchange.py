@@ -26,8 +26,8 @@ from keras_psplus.all_reduce.collectives.hop import (
     shards_of,
     wholes_of,
 )
+from keras_psplus.all_reduce.reducers import RingSum
 from keras_psplus.all_reduce.reduction.compressors import check_rows
-from keras_psplus.all_reduce.reduction.exchange import RingSum
 from keras_psplus.all_reduce.reduction.methods import bucket_key, cost_of
 from keras_psplus.compression import Compressor
 from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables

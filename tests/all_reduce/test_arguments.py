@@ -9,8 +9,8 @@ import tensorflow as tf
 import keras_psplus
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives.hop import Hop
+from keras_psplus.all_reduce.reducers import RingSum
 from keras_psplus.all_reduce.reduction import compressors
-from keras_psplus.all_reduce.reduction.exchange import RingSum
 from tests.support.tables import for_each
 
 

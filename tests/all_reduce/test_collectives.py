@@ -10,7 +10,7 @@ from tensorflow.python.distribute import cross_device_utils
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives import hop, operations, size_classes
 from keras_psplus.all_reduce.collectives.hop import Hop, Joined
-from keras_psplus.all_reduce.reduction.exchange import RingSum
+from keras_psplus.all_reduce.reducers import RingSum
 
 
 @given(st.integers(0, 10_000_000))
