@@ -28,8 +28,7 @@ from keras_psplus.all_reduce.collectives.hop import (
     shards_of,
     wholes_of,
 )
-from keras_psplus.all_reduce.collectives.size_classes import padded_size
-from keras_psplus.all_reduce.reduction.compressors import check_compressor
+from keras_psplus.all_reduce.collectives.instance_keys import padded_size
 from keras_psplus.all_reduce.reduction.methods import (
     Dense,
     Factors,
@@ -37,6 +36,7 @@ from keras_psplus.all_reduce.reduction.methods import (
     Plain,
     Summing,
     bucket_key,
+    check_compressor,
     codings,
     cost_of,
     gather_slices,

@@ -27,8 +27,7 @@ from keras_psplus.all_reduce.collectives.hop import (
     wholes_of,
 )
 from keras_psplus.all_reduce.reducers import RingSum
-from keras_psplus.all_reduce.reduction.compressors import check_rows
-from keras_psplus.all_reduce.reduction.methods import bucket_key, cost_of
+from keras_psplus.all_reduce.reduction.methods import bucket_key, check_rows, cost_of
 from keras_psplus.compression import Compressor
 from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.sharding.variable import ParameterPart

@@ -10,7 +10,7 @@ import keras_psplus
 from keras_psplus import compression
 from keras_psplus.all_reduce.collectives.hop import Hop
 from keras_psplus.all_reduce.reducers import RingSum
-from keras_psplus.all_reduce.reduction import compressors
+from keras_psplus.all_reduce.reduction.methods import compressor_of
 from tests.support.tables import for_each
 
 
@@ -162,7 +162,7 @@ def test_groups_that_are_none_are_refused_before_anything_starts(topology, messa
     ],
 )
 def test_what_has_what_its_way_needs_is_taken(fit):
-    assert compressors.compressor_of(fit) is not None
+    assert compressor_of(fit) is not None
 
 
 @for_each(

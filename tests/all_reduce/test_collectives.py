@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.collectives import hop, operations, size_classes
+from keras_psplus.all_reduce.collectives import hop, instance_keys, operations
 from keras_psplus.all_reduce.collectives.hop import Hop, Joined
 from keras_psplus.all_reduce.reducers import RingSum
 
 
 @given(st.integers(0, 10_000_000))
 def test_rows_are_padded_by_an_eighth_at_most(rows):
-    padded, index = size_classes.of(tf.constant(rows))
+    padded, index = instance_keys.size_class_of(tf.constant(rows))
     assert rows <= int(padded) <= max(1, rows * 9 / 8)
-    assert 0 <= int(index) < size_classes.COUNT
+    assert 0 <= int(index) < instance_keys.SIZE_CLASSES
 
 
 class FakeLauncher:

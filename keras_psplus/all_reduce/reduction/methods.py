@@ -25,9 +25,9 @@ from keras_psplus.all_reduce.collectives.hop import (
     after,
     pieces,
 )
-from keras_psplus.all_reduce.collectives.size_classes import padded_size
+from keras_psplus.all_reduce.collectives.instance_keys import padded_size
 from keras_psplus.compression import Compressor, ErrorFeedback
-from keras_psplus.compression.methods import IDENTITY, without_feedback
+from keras_psplus.compression.methods import IDENTITY, each, missing, without_feedback
 from keras_psplus.compression.wire import add_rows, encode
 from keras_psplus.core.batch.replica_step import TensorTraffic
 
@@ -476,3 +476,69 @@ def _tensors(bucket: Sequence[Dense]) -> list[tf.Tensor]:
 def _estimate(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
     """A replica's own estimate of the whole gradient: the mean of these is the sum."""
     return tensor * tf.cast(replicas, tensor.dtype)
+
+
+# Compressors that gradients can be all-reduced with.
+
+_METHODS = ("encode", "decode", "wire_bytes", "exchange")
+
+
+def compressor_of(identifier: Any) -> Compressor | None:
+    """Makes a strategy's compressor.
+
+    Args:
+        identifier: What a user gives as `compression`.
+
+    Returns:
+        A `Compressor`, with error feedback if it asks for it, or None.
+
+    Raises:
+        ValueError: If it is unknown, or lacks a method that all-reduce calls.
+    """
+    compressor = compression.with_error_feedback(compression.get(identifier))
+    for one in each(compressor):
+        # One that has nothing but a choice of its own chooses among others, checked when it does.
+        has_none = all(missing(one, method) for method in _METHODS)
+        if not has_none or missing(one, "for_variable"):
+            check_compressor(one)
+    return compressor
+
+
+def check_rows(compressor: Compressor, gathers: bool = False) -> Compressor:
+    """Returns a compressor that can encode the rows that workers exchange with `shard`.
+
+    Args:
+        gathers: Whether they are of values that layers compute with.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    inner = without_feedback(compressor)
+    fits = compressor.supports_reduce_scatter and compressor.communicates
+    if not (fits and (inner.supports_values or not gathers)):
+        what, signs = ("weights", "") if gathers else ("gradients", ', "sign"')
+        raise ValueError(
+            f'with `shard`, {what} can be sent by "bf16", "fp16", "int8"{signs}, or a compressor '
+            "that `supports_reduce_scatter`, and for weights also `supports_values`: each worker "
+            f"has one piece. Received: compression={compressor!r} for {what}"
+        )
+    return compressor
+
+
+def check_compressor(compressor: Compressor) -> None:
+    """Raises ValueError if a compressor lacks a method that all-reduce calls."""
+    if compressor.gathers_factors:
+        return
+    needed = ["wire_bytes"]
+    # Payloads of linear ones are added up without `exchange`.
+    by_exchange = compressor.reducible and not compressor.is_linear
+    by_exchange = by_exchange and not missing(compressor, "exchange")
+    if compressor.communicates and not by_exchange:
+        needed = ["encode", "decode", *needed]
+    method = missing(compressor, *needed)
+    if method:
+        raise ValueError(
+            "`compression` must have `encode`, `decode` and `wire_bytes`, or, if it is `reducible` "
+            "and not `is_linear`, `exchange` and `wire_bytes`. "
+            f"Received: compression={compressor!r}, without `{method}`"
+        )

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives.hop import Hop
 from keras_psplus.all_reduce.collectives.operations import Launcher
-from keras_psplus.all_reduce.reduction.compressors import compressor_of
+from keras_psplus.all_reduce.reduction.methods import compressor_of
 from keras_psplus.arguments import shown
 from keras_psplus.compression import Compressor, methods
 from keras_psplus.tf_internals import distribute_utils
