@@ -74,7 +74,6 @@ class GradientSum:
     Args:
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
         timed: Whether to measure for how long gradients are waited for.
-        states: `ReplicaStates` for what compressors keep.
     """
 
     def __init__(self, bucket_bytes: int, timed: bool, states: ReplicaStates) -> None:
@@ -99,9 +98,6 @@ class GradientSum:
         """
         summed, costs = self.sum_and_count(grads, variables, step, joins)
         self.traffic_variables.add(costs)
-        if self._timed:
-            made = [self._made_of(*pair) for pair in zip(variables, grads)]
-            self.traffic_variables.time(tf.nest.flatten(numbers_of(made)), numbers_of(summed))
         return summed
 
     def sum_and_count(
@@ -110,17 +106,13 @@ class GradientSum:
         """Sums gradients, and says what it has cost instead of adding that to the totals."""
         raise NotImplementedError
 
-    def _made_of(self, variable: Any, gradient: Gradient) -> Any:
-        """Tensors that are computed before a gradient can be sent."""
-        return gradient
+    def _time(self, made: Sequence[Any], summed: Sequence[Any]) -> None:
+        """Measures for how long sums are waited for once what they need is made."""
+        self.traffic_variables.time(tf.nest.flatten(numbers_of(made)), numbers_of(summed))
 
 
 class RingSum(GradientSum):
-    """Sum over the replicas of one hop.
-
-    Args:
-        compressor: `Compressor`, with error feedback where it is wanted, or None.
-    """
+    """Sum over the replicas of one hop."""
 
     def __init__(
         self,
@@ -173,6 +165,8 @@ class RingSum(GradientSum):
             summed[i], costs[i] = self._slices(
                 grads[i], compressors[i], variables[i].path, step, join
             )
+        if self._timed:
+            self._time([product_of(c, g) or g for c, g in zip(compressors, grads)], summed)
         return summed, costs
 
     def compressor_of(self, variable: Any, gradient: Gradient) -> Compressor | None:
@@ -185,9 +179,6 @@ class RingSum(GradientSum):
             if chosen.gathers_factors and not product_of(chosen, gradient):
                 return chosen.inner
         return chosen
-
-    def _made_of(self, variable: Any, gradient: Gradient) -> Any:
-        return product_of(self.compressor_of(variable, gradient), gradient) or gradient
 
     def _slices(
         self,
@@ -319,6 +310,8 @@ class TwoLevelSum(GradientSum):
             for i, total, cost in zip(others, sums, of_ring, strict=True):
                 between = cost.wire if self._next_is_outside else 0
                 summed[i], costs[i] = total, cost._replace(between=between)
+        if self._timed:
+            self._time(grads, summed)
         return summed, costs
 
     def _parts(self, number: int, gradient: tf.Tensor, variable: Any) -> list[_Part]:

@@ -76,13 +76,7 @@ class HopOrder:
 
 
 def pieces(tensor: tf.Tensor, size: int, multiple: int) -> list[tf.Tensor]:
-    """Cuts a tensor into a few flat pieces of one length, but for the last.
-
-    Args:
-        tensor: Tensor of static shape.
-        size: Bytes that each piece is to have at least.
-        multiple: Number that their length is a multiple of.
-    """
+    """Flat pieces of a tensor, of at least `size` bytes and a `multiple` of elements."""
     elements = tensor.shape.num_elements()
     count = min(max(1, int(elements * tensor.dtype.size // size)), _MOST_PIECES)
     flat, length = tf.reshape(tensor, [-1]), -(-elements // count // multiple) * multiple
@@ -209,8 +203,6 @@ class Joined:
     """Layout of tensors that are joined end to end, then cut into equal rows.
 
     Args:
-        tensors: Tensors of static shapes.
-        number: Number of rows.
         multiple: Number of elements of which long rows have a multiple.
     """
 
@@ -339,14 +331,7 @@ class Hop(NamedTuple):
         return sum_packed(self.launcher, tensors)
 
     def scatter(self, rows: tf.Tensor, coding: Coding | None = None) -> tf.Tensor:
-        """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
-
-        Args:
-            rows: Matrix of static shape.
-
-        Returns:
-            Matrix of one row, of the same dtype.
-        """
+        """Reduce-scatter: sums a matrix with one row per replica; each receives its row."""
         if coding is not None:
             return coding.decode_sum(self.launcher.all_to_all(coding.encode(rows)), self.size)
         received = self._exchanged(rows)
@@ -356,14 +341,7 @@ class Hop(NamedTuple):
         return tf.cast(total, rows.dtype)[tf.newaxis]
 
     def gather(self, row: tf.Tensor, coding: Coding | None = None) -> tf.Tensor:
-        """All replicas' rows, in the order of their places.
-
-        Args:
-            row: Matrix of one row, of static shape.
-
-        Returns:
-            Matrix of one row for each replica.
-        """
+        """All replicas' rows, in the order of their places, as one matrix."""
         if coding is not None:
             rows = coding.decode(self.launcher.gather(coding.encode(row)), self.size)
             coding.keep(lambda: rows[self.place : self.place + 1])
@@ -456,11 +434,7 @@ class Route:
     def gather(
         self, row: tf.Tensor, coding: Coding | None = None, dtype: tf.DType | None = None
     ) -> tf.Tensor:
-        """All workers' rows as one matrix of static shape.
-
-        Args:
-            dtype: Type of what is gathered, by default that of the row.
-        """
+        """All workers' rows as one matrix of static shape, of the row's dtype by default."""
         dtype, width = dtype or row.dtype, row.shape[1]
         rows = self.last.gather(row if coding is None else tf.cast(row, tf.float32), coding)
         rows = tf.cast(rows, dtype)

@@ -383,11 +383,7 @@ class Factors(Method):
 def method_of(
     compressor: Compressor | None, shape: tf.TensorShape, dtype: tf.DType, number: int
 ) -> Method:
-    """The method that sums a gradient of such a form.
-
-    Args:
-        number: Number of the gradient, which no other one has.
-    """
+    """The method that sums such a gradient, whose number no other one has."""
     if not shape.num_elements():
         # There are no collectives of nothing.
         return Alone(compressor)
@@ -438,9 +434,6 @@ def gather_slices(
 ) -> tuple[tf.IndexedSlices, tf.Tensor, tf.Tensor]:
     """Concatenates the slices of all replicas in rank order, values compressed row by row.
 
-    Args:
-        step: int64 scalar.
-
     Returns:
         `tf.IndexedSlices`, the words of one row, and the vector of the replicas' rows.
     """
@@ -484,17 +477,7 @@ _METHODS = ("encode", "decode", "wire_bytes", "exchange")
 
 
 def compressor_of(identifier: Any) -> Compressor | None:
-    """Makes a strategy's compressor.
-
-    Args:
-        identifier: What a user gives as `compression`.
-
-    Returns:
-        A `Compressor`, with error feedback if it asks for it, or None.
-
-    Raises:
-        ValueError: If it is unknown, or lacks a method that all-reduce calls.
-    """
+    """Makes a strategy's compressor, with error feedback if it asks for it."""
     compressor = compression.with_error_feedback(compression.get(identifier))
     for one in each(compressor):
         # One that has nothing but a choice of its own chooses among others, checked when it does.
@@ -505,14 +488,7 @@ def compressor_of(identifier: Any) -> Compressor | None:
 
 
 def check_rows(compressor: Compressor, gathers: bool = False) -> Compressor:
-    """Returns a compressor that can encode the rows that workers exchange with `shard`.
-
-    Args:
-        gathers: Whether they are of values that layers compute with.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """A compressor that can encode rows; those of values if it `gathers`."""
     inner = without_feedback(compressor)
     fits = compressor.supports_reduce_scatter and compressor.communicates
     if not (fits and (inner.supports_values or not gathers)):
