@@ -56,9 +56,6 @@ class Entry:
     def problem_with(self, options: Iterable[str]) -> str | None:
         """Finds out why the entry does not take options.
 
-        Args:
-            options: Some of the keys of `OPTION_VARIABLES`.
-
         Returns:
             What goes after the entry's name in a sentence, or None if it takes them.
         """
@@ -266,9 +263,6 @@ def find(strategy: str) -> Entry | None:
     Args:
         strategy: An entry's name, e.g. `"all_reduce"`, or the path of a `.py` file that defines
             `strategy()`.
-
-    Raises:
-        ValueError: If there is no such entry or file; the message lists the entries.
     """
     if strategy.endswith(".py") or os.sep in strategy:
         path = pathlib.Path(strategy).expanduser()
@@ -355,9 +349,6 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
     fill("MultiWorkerMirroredStrategy", compression=None, updates="accumulate:2")
     # ("int8", "accumulate:2")
     ```
-
-    Raises:
-        ClusterConfigError: If workers are to come and go, and the strategy needs all of them.
     """
     if name != _SERVERS:
         _refuse_range(name)

@@ -85,12 +85,7 @@ def check_versions() -> None:
 
 @contextlib.contextmanager
 def naming_misfits() -> Iterator[None]:
-    """Context for importing what reaches into Keras and TensorFlow, in versions that were checked.
-
-    Raises:
-        ImportError: If something is missing there, in a version that is not supported: which
-            package, which version and what to do.
-    """
+    """Context for importing what reaches into Keras and TensorFlow, once versions were checked."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -134,11 +129,7 @@ def _of_module(package: Supported) -> str | None:
 
 
 def _check_range(package: Supported, version: str | None, first: str = "") -> str:
-    """Returns the version, if it is supported or admitted.
-
-    Args:
-        first: Advice before that of the package.
-    """
+    """Returns the version, if it is supported or admitted."""
     advice = first + package.advice
     if version is None:
         raise ImportError(

@@ -35,8 +35,8 @@ cluster: console config ports process environment channel handshake discovery mo
     launcher serving processes testing in_process
 compression: outer_products averaging options base no_communication by_variable rows quantize
     cast low_rank sufficient_factors sparse error_feedback methods wire
-core: jobs base worker_state data graph plan batch gradient_path backup models
-    strategy_engine distributed_engine
+core: jobs base worker_state seeds data_position graph plan batch gradient_path backup live
+    models strategy_engine distributed_engine
 hybrid: rows calls servers tables saving server_tables extended server engine strategy
 layers: dynamic_embedding
 parameter_server: worker_function traffic data state pulls aggregation dynamic_table extended queue

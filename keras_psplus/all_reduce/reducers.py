@@ -386,13 +386,7 @@ def _is_dense(gradient: Gradient) -> bool:
 
 
 class GradientReducer:
-    """Sums gradients in replica context; what is kept belongs to the optimizer they are for.
-
-    Args:
-        launchers: `operations.Launcher` of each local replica.
-        hops: `group_topology.Hops`, the compressors with error feedback where it is wanted.
-        levels: `group_topology.Levels` of each local replica; None for one ring of all replicas.
-    """
+    """Sums gradients in replica context; what is kept belongs to the optimizer they are for."""
 
     def __init__(
         self,
@@ -486,15 +480,7 @@ class GradientReducer:
         engine: Engine,
         largest: Callable[[list[Any]], list[Any]],
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Sums replicas' parts of gradients, by an optimizer's compressors if there is one.
-
-        Args:
-            parts: List of tensors or `tf.IndexedSlices`, in replica context.
-            variables: Their variables, Keras's or TensorFlow's.
-            optimizer: The optimizer, or None for sums without a compressor.
-            engine: Owner of what is not compressed.
-            largest: Function of gradients that overwrite their variables.
-        """
+        """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
         variables = [_with_path(variable) for variable in variables]
         sums = [with_shape(g, v) for g, v in zip(parts, variables)]
         # A row that came twice stays so, as in one process: the step may take norms of rows.

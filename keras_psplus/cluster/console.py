@@ -28,9 +28,6 @@ class LogFile:
         append: Whether the file goes on with what it holds.
         warn: Function that is called with a line of text the first time that a write fails.
         heading: Text to begin with, which `size` counts.
-
-    Raises:
-        OSError: If the file cannot be opened.
     """
 
     def __init__(
@@ -175,12 +172,6 @@ def render(text: str) -> str:
     ```python
     render("step 1\\b\\b\\b\\b\\b\\b\\rstep 2")  # "step 2"
     ```
-
-    Args:
-        text: One line without its newline; colour escapes are kept.
-
-    Returns:
-        The visible text, without trailing spaces.
     """
     if "\r" not in text and "\b" not in text:
         return text.rstrip()
@@ -233,7 +224,6 @@ class Console:
         self._has_failed = self._is_gone = False
 
     def line(self, task: str, text: str) -> None:
-        """Writes a complete line of a task."""
         with self._lock:
             self._erase()
             self._write(f"[{task}] {self._render(text)}\n")
@@ -308,9 +298,6 @@ def drop_unwritten(*streams: TextIO) -> None:
     """Drops output that streams cannot write.
 
     Python's exit would fail on it, with exit code 120.
-
-    Args:
-        *streams: Text streams that are not written to any more.
     """
     for stream in streams:
         try:
@@ -323,12 +310,7 @@ def drop_unwritten(*streams: TextIO) -> None:
 
 
 class OutputPump(threading.Thread):
-    """Copies one process's output, line by line, to its log file and the console.
-
-    Args:
-        pipe: File descriptor or binary file to read from.
-        log: Something with a method `write` for text.
-    """
+    """Copies one process's output, line by line, to its log file and the console."""
 
     def __init__(
         self, task: str, pipe: IO[bytes], log: LogFile | TextIO, console: Console | None = None

@@ -33,20 +33,13 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """Names of the GPUs that processes of this environment see, as `CUDA_VISIBLE_DEVICES` has them.
 
     TensorFlow is not asked, as it would begin to use them.
-
-    Args:
-        environ: Environment variables; `os.environ` by default.
     """
     found = named(environ)
     return [str(number) for number in range(_count())] if found is None else found
 
 
 def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set.
-
-    Args:
-        environ: Environment variables; `os.environ` by default.
-    """
+    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set."""
     environ = os.environ if environ is None else environ
     if VISIBLE not in environ:
         return None
@@ -74,14 +67,8 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
     Each worker gets GPUs of its own, or, if there are fewer than workers, one that it shares and
     takes no more memory of than it needs.
 
-    Args:
-        per_worker: Number of GPUs of each; by default as many as there are for each.
-
     Returns:
         Dict of variables for each worker.
-
-    Raises:
-        ValueError: If there are not as many GPUs.
 
     Example:
 
@@ -100,11 +87,7 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
 
 
 def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
-    """A sentence that says which GPUs tasks use; empty if none does.
-
-    Args:
-        tasks: Environment variables of each task, by its name.
-    """
+    """A sentence that says which GPUs tasks use; empty if none does."""
     names = {task: own[VISIBLE] for task, own in tasks.items() if own.get(VISIBLE)}
     if len(set(names.values())) == len(names):
         return "; ".join(f"{task} has GPU {name}" for task, name in names.items())
@@ -150,10 +133,10 @@ VARIABLES = {
     "KERAS_PSPLUS_STEP_OBSERVER": Variable("cluster.monitor.progress", is_public=False),
     "KERAS_PSPLUS_STRATEGY": Variable("catalogue"),
     "KERAS_PSPLUS_SUBDOMAIN": Variable("cluster.discovery.launchers", is_public=False),
-    "KERAS_PSPLUS_TLS_CA": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_CERT": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_KEY": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_NAME": Variable("cluster.channel.tls"),
+    "KERAS_PSPLUS_TLS_CA": Variable("cluster.channel"),
+    "KERAS_PSPLUS_TLS_CERT": Variable("cluster.channel"),
+    "KERAS_PSPLUS_TLS_KEY": Variable("cluster.channel"),
+    "KERAS_PSPLUS_TLS_NAME": Variable("cluster.channel"),
     "KERAS_PSPLUS_TRACE": Variable("cluster.monitor.trace"),
     "KERAS_PSPLUS_TRACE_STEPS": Variable("cluster.monitor.trace", "20"),
     "KERAS_PSPLUS_TRAINING_END": Variable("cluster.environment", is_public=False),
@@ -180,7 +163,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The task's short name, e.g. `"worker-1"`."""
         return self.config.name
 
 
@@ -219,10 +201,6 @@ def plan_tasks(
 
     Returns:
         A list of `Task`, chief first, then workers, then ps, then the evaluator.
-
-    Raises:
-        ValueError: If the numbers make no cluster, or do not fit `hosts` or the
-            machine's GPUs.
     """
     counts = {"chief": int(bool(chief)), "worker": workers, "ps": ps}
     if min(counts.values()) < 0 or counts["chief"] + workers == 0:
@@ -259,11 +237,7 @@ def available_cores() -> int:
 
 
 def min_workers() -> int | None:
-    """Number of workers with which the launcher says that training begins, or None.
-
-    Raises:
-        ClusterConfigError: If the variable is not a number.
-    """
+    """Number of workers with which the launcher says that training begins, or None."""
     text = os.environ.get(MIN_WORKERS_VARIABLE, "")
     if text and not text.isdecimal():
         raise ClusterConfigError(
@@ -274,14 +248,7 @@ def min_workers() -> int | None:
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:
-    """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not.
-
-    Args:
-        environ: The environment to start from; `os.environ` by default.
-
-    Returns:
-        The value for PYTHONPATH, perhaps empty.
-    """
+    """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not."""
     inherited = (os.environ if environ is None else environ).get("PYTHONPATH", "")
     root = str(pathlib.Path(__file__).resolve().parents[2])
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -104,16 +104,7 @@ class TaskProcesses:
     def start(
         self, rank: int, name: str, environ: Mapping[str, str], start: int, has_input: bool
     ) -> int:
-        """Starts a task, also once more.
-
-        Args:
-            rank: Its number in the cluster.
-            start: How often the job, or the task, was started before.
-            has_input: Whether it reads standard input, until `close_input`.
-
-        Returns:
-            Its process id.
-        """
+        """Starts a task, also once more."""
         with self._lock if name in self._processes else contextlib.nullcontext():
             if name in self._processes:
                 # Its id may be another process's from here on.
@@ -163,11 +154,7 @@ class TaskProcesses:
         return exit_code_of(self._processes[name])  # type: ignore[arg-type]
 
     def signal(self, names: Iterable[str], number: int, to_children: bool = True) -> None:
-        """Sends a signal to tasks, unless all have ended.
-
-        Args:
-            to_children: Whether to what they have started as well.
-        """
+        """Sends a signal to tasks, unless all have ended."""
         send = os.killpg if to_children else os.kill
         with self._lock:
             for name in [] if self.is_released else names:
@@ -180,11 +167,7 @@ class TaskProcesses:
         self.signal(self._processes, signal.SIGKILL)
 
     def release(self, may_leave: bool) -> None:
-        """Reaps all, once they have ended.
-
-        Args:
-            may_leave: Whether what they have started in sessions of its own may go on.
-        """
+        """Reaps all, once they have ended."""
         self._left.end(may_leave)
         with self._lock:
             self.is_released = True  # from here on, a process id may be another process's
@@ -543,15 +526,6 @@ def run(
     pause, which doubles with each such failure in a row. One that was ended by a signal or its
     time-out, whose command line was wrong, or whose chief has ended well without the worker that
     failed, is not started again.
-
-    Example:
-
-    ```python
-    result = restarts.run(
-        lambda restart: LocalCluster(command, workers=2, log_dir=folder, restart=restart),
-        max_restarts=3,
-    )
-    ```
 
     Args:
         make_cluster: Function of the number of restarts up to now that returns a `LocalCluster`.

@@ -47,15 +47,8 @@ def measure(
 ) -> dict[str, Any]:
     """Runs some steps of a model with one worker's batch and with the global one.
 
-    Args:
-        model: Model that the script was about to train.
-        workers: Number of workers, which share each batch.
-
     Returns:
         What `keras_psplus.planning.step_bytes.Facts` holds, as JSON has it.
-
-    Raises:
-        ValueError: If there are no data, or no optimizer is given any gradients.
     """
     whole = _dataset(fit, model, args, kwargs)
     batch = next(iter(whole.take(1)), None)
@@ -250,11 +243,7 @@ def stand_in() -> tf.distribute.Strategy | None:
 
 
 def before_training(strategy: tf.distribute.Strategy | None, call: Call) -> None:
-    """Answers a request, when a method that trains is called; returns if there is none.
-
-    Raises:
-        ValueError: If a plan was asked for that this call has nothing for.
-    """
+    """Answers a request, when a method that trains is called; returns if there is none."""
     request = read()
     if request is None:
         return

@@ -63,16 +63,8 @@ class WaitingValues:
     ) -> dict[str, np.ndarray]:
         """Replaces what waits.
 
-        Args:
-            values: Arrays by names.
-            forms: Dict from the names of states that exist to their shapes and dtypes.
-            is_strict: Whether to raise for what does not fit.
-
         Returns:
             Those of states that exist, in their dtypes.
-
-        Raises:
-            ValueError: If one of these has no value, or one of another shape.
         """
         missing = [name for name in forms if name not in values]
         if is_strict and missing:
@@ -88,9 +80,6 @@ class WaitingValues:
         Args:
             forms: Dict from their names to shapes and dtypes.
             is_partial: Whether some of them may have their values already.
-
-        Raises:
-            ValueError: If values of `load_state_dict` are for other states.
         """
         found = {name: self._values.pop(name) for name in forms if name in self._values}
         if self._is_strict and not is_partial and len(found) < len(forms):
@@ -144,9 +133,6 @@ _NAME = re.compile(r"([a-z]+)-(\d+)-of-(\d+)/(.+)", re.DOTALL)
 
 class WorkerState:
     """Base class of back ends.
-
-    Args:
-        finish_steps: Function that waits for steps that are under way.
 
     Attributes:
         kind: Word for what has a state of its own: a replica or a worker.
@@ -213,12 +199,7 @@ class WorkerState:
     def entries(
         self, owners: Mapping[str, Any], lost: list[int]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields names and arrays of some owners' states.
-
-        Args:
-            owners: Dict from names to owners.
-            lost: List to which the units are added that cannot be reached.
-        """
+        """Yields names and arrays of some owners' states."""
         for owner_name, owner in owners.items():
             for unit in self.units:
                 arrays = () if unit in lost else self.arrays(owner, unit)
@@ -253,11 +234,7 @@ class WorkerState:
     def load_state_dict(
         self, optimizer: keras.optimizers.Optimizer, state: Mapping[str, np.ndarray]
     ) -> None:
-        """Loads what `state_dict` has returned, before the first step as well.
-
-        Raises:
-            ValueError: If it does not fit.
-        """
+        """Loads what `state_dict` has returned, before the first step as well."""
         self._check(state)
         self.finish_steps()
         self.assign(unwrapped(optimizer), self.by_unit("", state), is_strict=True)
@@ -428,14 +405,7 @@ class WorkerFiles:
         return {name: digest for one in answers for name, digest in one["files"].items()}
 
     def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
-        """Checks the workers' files of some states; on all workers.
-
-        Args:
-            saved: List of dicts as `save` has returned them.
-
-        Returns:
-            List of lists of texts, one list for each state.
-        """
+        """Checks the workers' files of some states; on all workers."""
         if not self._state.may_keep:
             return [[] for _ in saved]
         found = [self._problems_of(folder, files) for files in saved]
@@ -448,13 +418,7 @@ class WorkerFiles:
     def restore(
         self, model: keras.Model, folder: str, files: dict[str, str], problems: Sequence[str]
     ) -> None:
-        """Reads what `save` has written, on all workers or on none.
-
-        Args:
-            model: The model, as the chief has restored it.
-            files: What `save` has returned.
-            problems: What is wrong with them, on any worker.
-        """
+        """Reads what `save` has written, on all workers or on none."""
         state = self._state
         state.finish_steps()
         if problems:
@@ -468,7 +432,6 @@ class WorkerFiles:
                 state.assign(owner, state.by_unit(owner_name, arrays), is_strict=False)
 
     def delete(self, folder: str) -> None:
-        """Deletes this worker's files."""
         _remove(self._files(folder), folder)
 
     def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:

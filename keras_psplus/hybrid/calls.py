@@ -18,7 +18,7 @@ from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
 from keras_psplus.arguments import shown
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.core.jobs import failure

@@ -17,12 +17,19 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
-from keras_psplus.all_reduce.liveness.stalls import StepMarks
+from keras_psplus.all_reduce import liveness
+from keras_psplus.all_reduce.liveness import StepMarks
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
-from keras_psplus.cluster.channel.tls import Tls
-from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError
+from keras_psplus.cluster.channel import (
+    BUSY,
+    AnotherProcessError,
+    ChannelClient,
+    ChannelError,
+    RefusedError,
+    Secret,
+    Session,
+    Tls,
+)
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -421,7 +428,7 @@ class Servers:
                 pass  # It has ended, or hangs.
 
 
-class StallProbe(all_reduce_stalls.StallProbe):
+class StallProbe(liveness.StallProbe):
     """Probe of `stalls.Inspector` on a worker."""
 
     def __init__(

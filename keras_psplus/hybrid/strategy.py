@@ -14,13 +14,13 @@ from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives.hop import DEFAULT_BUCKET_BYTES
-from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.all_reduce.data.elements import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config, serving
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.handshake import PeerIdentity

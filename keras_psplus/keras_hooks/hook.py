@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 import tensorflow as tf
 
+from keras_psplus.core import models
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.core.models import model_saving
-from keras_psplus.core.models.live import OutsideScope
+from keras_psplus.core.live import OutsideScope
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tables import local
@@ -109,11 +109,7 @@ class Hook:
         return self.parameters[self.by] if self.parameters else ""
 
     def install(self) -> None:
-        """Replaces the function.
-
-        Raises:
-            ImportError: If it does not fit.
-        """
+        """Replaces the function."""
         self.check_signature()
         find, ask, by, name = self.find, self.ask, self.by, self._by_name
         if find is None:
@@ -200,7 +196,7 @@ def of_archive(archive: Any) -> Engine | None:
 
     None while a model is exported, which has an archive of its own.
     """
-    if model_saving.exporting_flag:
+    if models.exporting_flag:
         return None
     return next(filter(None, map(of_variable, archive.variables)), None) or of_scope()
 

@@ -6,10 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import gradient_path
+from keras_psplus.core import data_position, gradient_path, live
 from keras_psplus.core.batch import losses
-from keras_psplus.core.data import epochs
-from keras_psplus.core.models import live
 from keras_psplus.engine import Call
 from keras_psplus.keras_hooks.hook import (
     Hook,
@@ -189,7 +187,7 @@ DATA = (
         "__iter__",
         ["self"],
         of_holder,
-        epochs.begin,
+        data_position.begin_epochs,
         "training goes on after the batch of a backup",
     ),
     Hook(
@@ -197,7 +195,7 @@ DATA = (
         "_enumerate_iterator",
         ["self"],
         of_holder,
-        epochs.enumerate_steps,
+        data_position.enumerate_steps,
         "an epoch has as many steps as its data, not as the first epoch's",
     ),
     Hook(
@@ -205,7 +203,7 @@ DATA = (
         "_interrupted_warning",
         ["self"],
         of_holder,
-        epochs.warn_of_early_end,
+        data_position.warn_of_early_end,
         "data of unknown length end like that, without a warning",
     ),
 )
@@ -269,7 +267,7 @@ CALLBACKS = (
         "on_epoch_end",
         ["self", "epoch", "logs"],
         of_callback,
-        epochs.end_progress,
+        data_position.end_progress,
         "the next epoch may have another number of steps",
     ),
     Hook(

@@ -1,13 +1,17 @@
-"""Hooks of variables, of saving, and of TensorFlow's and Python's runtime."""
+"""Replaced functions of variables, layers, saving and TensorFlow, and those of keras_rs."""
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_psplus.cluster.process.signals import EXITS, UNCAUGHT
-from keras_psplus.core.models import model_saving
+from keras_psplus.core import models
+from keras_psplus.core.base.checks import KerasRSPlacement
 from keras_psplus.engine import Call, Engine
 from keras_psplus.keras_hooks.hook import (
     Hook,
@@ -27,8 +31,108 @@ from keras_psplus.keras_internals.keras_parts import (
     saving_lib,
     seed_generator,
 )
+from keras_psplus.layers.dynamic_embedding import DynamicEmbedding, FeatureLookup
+from keras_psplus.log import logger
 from keras_psplus.serving import export_archive, export_model
 from keras_psplus.tf_internals import context, distributed_values, func_graph, resource_variable_ops
+
+# KerasRS's `DistributedEmbedding`: its tables say where they want to lie, or are dynamic ones.
+#
+# Outside of TPUs each of them is a `keras_rs.layers.EmbedReduce`, a `keras.layers.Embedding` whose
+# rows are summed afterwards. Reference: https://keras.io/keras_rs/api/embedding_layers/
+
+
+class KerasRSTables(KerasRSPlacement):
+    """Tables of features that are dynamic ones, beside those of a fixed size.
+
+    A `DynamicEmbedding` in the place of a table becomes the initializer of one: KerasRS writes it
+    to a model's configuration so, and makes it again.
+    """
+
+    def take_in(self, call: Call) -> None:
+        for config in keras.tree.flatten(call.get("feature_configs")):
+            if isinstance(config.table, DynamicEmbedding):
+                config.table = self._config_of(config.table)
+        super().take_in(call)
+
+    def make_layers(self, call: Call) -> None:
+        configs, dynamic = dict(call.get("feature_configs")), {}
+        for path, config in call.get("feature_configs").items():
+            if isinstance(config.table.initializer, DynamicEmbedding):
+                dynamic[path] = configs.pop(path).table.initializer
+        super().make_layers(call.changed(feature_configs=configs))
+        layers = {id(table): FeatureLookup(table) for table in dynamic.values()}
+        for path, table in dynamic.items():
+            call.owner._default_device_embedding_layers[path] = layers[id(table)]
+
+    def _config_of(self, table: DynamicEmbedding) -> Any:
+        if table.combiner is None:
+            raise ValueError(
+                "KerasRS combines the rows of each example, by the `combiner` of the table. Give "
+                'it to the DynamicEmbedding, as DynamicEmbedding(32, combiner="mean"). '
+                f"Received: combiner=None of the table '{table.name}'"
+            )
+        # Features that share a table share its configuration.
+        if table.keras_rs_config is None:
+            make = importlib.import_module("keras_rs").layers.TableConfig
+            # Of no fixed number of rows.
+            table.keras_rs_config = make(table.name, 0, table.dim, table, placement=_HERE)
+        return table.keras_rs_config
+
+
+_HERE = "default_device"
+_wishes = KerasRSTables()
+_misfits: list[Exception] = []
+
+
+def _of_any(_: Any) -> KerasRSTables:
+    # Also before there is a strategy: the scope in which the layer is built decides.
+    return _wishes
+
+
+def hooks() -> tuple[Hook, ...]:
+    """The hooks into KerasRS, if it is there; else none."""
+    if importlib.util.find_spec("keras_rs") is None:
+        return ()
+    try:
+        layer = importlib.import_module("keras_rs").layers.DistributedEmbedding
+    except (ImportError, AttributeError) as error:
+        _misfits.append(error)
+        return ()
+    found = (
+        Hook(
+            layer,
+            "_init_feature_configs_structures",
+            ["self", "feature_configs"],
+            _of_any,
+            "take_in",
+            "KerasRS refuses the placement `parameter_server`",
+        ),
+        Hook(
+            layer,
+            "_default_device_init",
+            ["self", "feature_configs"],
+            _of_any,
+            "make_layers",
+            "the embedding of a table learns where the table wants to lie",
+        ),
+    )
+    try:
+        for hook in found:
+            hook.check_signature()
+    except ImportError as error:
+        _misfits.append(error)
+        return ()
+    return found
+
+
+def warn_of_misfit() -> None:
+    """Warns of a KerasRS that has other functions, and is left as it is."""
+    for error in _misfits:
+        logger.warning("keras_psplus does not fit this version of KerasRS: %s", error)
+
+
+# Hooks of variables, of saving, and of TensorFlow's and Python's runtime.
 
 # Hooks of Keras variables: creation, reads, writes, and seeds of random layers.
 
@@ -156,7 +260,7 @@ VARIABLES = (
 
 
 def _of_writing(_: Any) -> object | None:
-    return model_saving.SHOWN if model_saving.SHOWN.is_writing else None
+    return models.SHOWN if models.SHOWN.is_writing else None
 
 
 SAVING = (
@@ -194,7 +298,7 @@ SAVING = (
         "get_attr_skipset",
         ["obj_type"],
         of_scope,
-        model_saving.attributes_to_skip,
+        models.attributes_to_skip,
         "Keras makes an optimizer to see its attributes, which must not be in the scope",
     ),
     Hook(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
-from keras_psplus.datasets.shuffle_seeds import serialize
+from keras_psplus.datasets import serialize
 from keras_psplus.log import logger
 from keras_psplus.parameter_server import worker_function
 from keras_psplus.parameter_server.worker_function import (

@@ -11,16 +11,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import gradient_path
+from keras_psplus.core import data_position, gradient_path
+from keras_psplus.core import seeds as data_seeds
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
 from keras_psplus.core.batch import batches, duplicate_rows, losses
-from keras_psplus.core.data import epochs, iterator_release
-from keras_psplus.core.data import seeds as data_seeds
-from keras_psplus.core.data.data_position import UnknownLength
+from keras_psplus.core.data_position import UnknownLength
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph.variables import shape_to_be
-from keras_psplus.core.models.building import lifted
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.core.models import lifted
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
 from keras_psplus.keras_internals.keras_parts import (
@@ -301,7 +300,7 @@ class ParameterServerEngine(DistributedEngine):
     def _make_iterator(self, call: Call) -> None:
         context, seed_for = self._context, self.progress.data_seed
         of_workers = take_apart(context.num_workers, call.kwargs)
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         worker_data = on_workers(
             context, iterator.data_adapter, self._keeps_order, of_workers, seed_for
         )
@@ -309,7 +308,7 @@ class ParameterServerEngine(DistributedEngine):
             # A step that is given to another worker has its batch with it, and every element
             # counts once.
             dataset = iterator.data_adapter.get_tf_dataset()
-            iterator._distributed_dataset = iterator_release.Dataset(dataset)
+            iterator._distributed_dataset = data_position.ReleasedDataset(dataset)
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import metrics as metric_logs
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.parameter_server.pulls import Pulls, current_pulls
 from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary, current_counter

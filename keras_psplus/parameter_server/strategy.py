@@ -17,7 +17,7 @@ from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.arguments import MOST, seconds, shown
 from keras_psplus.cluster import config, environment, preflight, serving
-from keras_psplus.cluster.channel.sessions import RefusedError
+from keras_psplus.cluster.channel import RefusedError
 from keras_psplus.cluster.discovery import find, resolvers
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.monitor import stalls
@@ -26,10 +26,9 @@ from keras_psplus.cluster.ports import control_address
 from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.communication import Communication
-from keras_psplus.core import plan
+from keras_psplus.core import live, plan
 from keras_psplus.core.base import checks
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.parameter_server import membership, traffic
 from keras_psplus.parameter_server.context import Mode, OverlapChoice, StepAttempts, StepContext

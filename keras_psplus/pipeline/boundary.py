@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch import duplicate_rows
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.keras_internals.keras_parts import (
     get_keras_mask,

@@ -17,14 +17,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
-from keras_psplus.cluster.channel.transport import ConnectionWatch
+from keras_psplus.cluster.channel import ConnectionWatch
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.ports import control_address
+from keras_psplus.core import data_position
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
 from keras_psplus.core.worker_state import WorkerState
 from keras_psplus.engine import Call, answers
 from keras_psplus.errors import StageLostError
@@ -257,9 +257,9 @@ class PipelineEngine(DistributedEngine):
 
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         dataset = iterator.data_adapter.get_tf_dataset()
-        iterator._distributed_dataset = iterator_release.Dataset(dataset)
+        iterator._distributed_dataset = data_position.ReleasedDataset(dataset)
         iterator.batch_spec = dataset.element_spec
         iterator.batch_rows = microbatches.rows_of_data(iterator.data_adapter, dataset)
 

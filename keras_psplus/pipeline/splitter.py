@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core import plan as plan_request
-from keras_psplus.core.data import seeds
+from keras_psplus.core import seeds
 from keras_psplus.engine import Engine
 from keras_psplus.keras_internals.keras_parts import (
     TensorFlowTrainer,

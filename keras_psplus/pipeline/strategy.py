@@ -17,9 +17,8 @@ from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor, methods
-from keras_psplus.core import plan
+from keras_psplus.core import live, plan
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.pipeline import schedule
 from keras_psplus.pipeline.context import PipelineContext, StageTimes

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import compiled_calls, subgraph
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import global_state, tree
 from keras_psplus.pipeline import boundary, microbatches, schedule

@@ -55,7 +55,6 @@ class Links(NamedTuple):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             "hosts": list(self.hosts),
             "links": [
@@ -78,10 +77,6 @@ def read(path: str | os.PathLike[str]) -> Links:
             {"hosts": ["worker-0", "worker-1"],
              "links": [{"hosts": ["worker-0", "worker-1"], "latency_ms": 0.9,
                         "bits_per_second": 9.4e8}]}
-
-    Raises:
-        ValueError: If it cannot be read, is of another form, lacks a pair of hosts or has one
-            twice, or has a number that no link can have.
     """
     try:
         text = pathlib.Path(path).read_text()

@@ -79,12 +79,7 @@ class Traits:
 
 
 def traits_of(strategy: str | None, arguments: Mapping[str, Any]) -> Traits:
-    """Traits of an entry of the catalogue.
-
-    Args:
-        strategy: Name of the strategy's class; None for TensorFlow's default strategy.
-        arguments: Arguments of the class.
-    """
+    """Traits of an entry of the catalogue."""
     path = _PATHS[strategy]
     rows = arguments.get("row_compression" if path == "hybrid" else "compression")
     updates, _, every = arguments.get("updates", "").partition(":")
@@ -284,15 +279,7 @@ def floor_ms(
     messages: float = 0.0,
     delay_ms: float = 0.0,
 ) -> float:
-    """Milliseconds that a step takes at least, by its computing, bytes and delays.
-
-    Args:
-        compute_ms: Milliseconds of a step without communication.
-        count: Bytes, as of `busiest`.
-        bits_per_second: Of a link; None for no limit.
-        messages: As of `rounds`.
-        delay_ms: From host to host.
-    """
+    """Milliseconds that a step takes at least, by its computing, bytes and delays."""
     link_ms = 8e3 * count / bits_per_second if bits_per_second else 0.0
     # Bytes are under way while others' delays pass; the messages of the last gradient are not.
     return max(link_ms, compute_ms + messages * delay_ms)
@@ -467,7 +454,6 @@ class Facts:
 
     @classmethod
     def from_json(cls, answer: Mapping[str, Any]) -> Facts:
-        """Reads what the measured process has written."""
         variables = [Variable(tuple(v["shape"]), v["factor_rows"]) for v in answer["variables"]]
         tables = [
             Table(t["rows"], t["dim"], {int(n): rows for n, rows in t["touched"].items()})
@@ -497,17 +483,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Costs of a step of one entry.
-
-    Attributes:
-        entry: Its name in the catalogue.
-        loses: As of `Traits.loses`.
-        sent: Bytes that a worker sends.
-        received: Bytes that it receives.
-        rounds: As of `rounds`.
-        memory: As of `memory`.
-        floor_ms: As of `floor_ms`.
-    """
+    """Costs of a step of one entry."""
 
     entry: str
     loses: str
@@ -520,18 +496,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan.
-
-    Attributes:
-        rows: Those of exact entries first, each group by name.
-    """
+    """The plan."""
 
     facts: Facts
     cluster: Cluster
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         facts = dataclasses.asdict(self.facts)
         for table in facts["work"]["tables"]:
             table["touched"] = {str(n): rows for n, rows in table["touched"].items()}

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.all_reduce.collectives.hop import Cut
-from keras_psplus.all_reduce.step.broadcast import WIDER
+from keras_psplus.all_reduce.step.mirrored_variables import WIDER
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import WrittenVariable

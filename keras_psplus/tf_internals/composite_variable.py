@@ -14,10 +14,6 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
 
     Subclasses have `handle`, by which the tape knows them, `device`, `shape`, `value`, `numpy`,
     `assign` and `sparse_read`.
-
-    Args:
-        shape: Its whole shape.
-        unique_id: Of all variables.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ import tensorflow as tf
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from keras_psplus import datasets
 from keras_psplus.core.batch import batches
-from keras_psplus.datasets import rows_before_maps
-from keras_psplus.datasets.rows_before_maps import take_apart
+from keras_psplus.datasets import take_apart
 from keras_psplus.keras_internals.keras_parts import tf_dataset_adapter
 
 
@@ -338,4 +338,4 @@ def test_layers_of_keras_that_draw_are_found():
 
 
 def test_names_of_stages_are_those_of_a_script():
-    assert rows_before_maps._name(rows(2).padded_batch(2)) == "padded_batch()"
+    assert datasets._name(rows(2).padded_batch(2)) == "padded_batch()"

@@ -7,7 +7,7 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness.stalls import NO_DATA, RUNNING, TRACING, StallProbe, StepMarks
+from keras_psplus.all_reduce.liveness import NO_DATA, RUNNING, TRACING, StallProbe, StepMarks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress

@@ -162,7 +162,7 @@ FAULTS = (
     Fault(
         "one batch too many on resume",
         "a resumed epoch begins one execution late, and its rows are not trained",
-        "core/data/data_position.py",
+        "core/data_position.py",
         "    for _ in range(0, batches, several):\n",
         "    for _ in range(0, batches + several, several):\n",
         ("core/test_data_position.py", "faults"),
@@ -219,7 +219,7 @@ FAULTS = (
     Fault(
         "a stop taken for the others' silence",
         "a worker that was stopped for a while takes all others for dead",
-        "all_reduce/liveness/heartbeat.py",
+        "all_reduce/liveness.py",
         "            self._since.clear()\n            silent = ()\n",
         "            self._since.clear()\n",
         ("all_reduce/test_heartbeat.py",),
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         "a seed drawn twice",
         "two calls of `fit` in a row shuffle their data alike",
-        "core/data/seeds.py",
+        "core/seeds.py",
         "        self._count += 1\n",
         "",
         ("core/test_data_seeds.py",),

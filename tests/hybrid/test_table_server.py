@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.errors import TableServerError, TableServerLostError

@@ -3,7 +3,7 @@
 import pytest
 
 from keras_psplus.cluster import serving
-from keras_psplus.cluster.channel.sessions import RefusedError
+from keras_psplus.cluster.channel import RefusedError
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.parameter_server.extended import gpus_per_worker
 from keras_psplus.parameter_server.strategy import Servers

@@ -356,6 +356,20 @@ def test_the_chief_waits_for_the_first_step_alone():
     assert run("sync_threads", epochs_after_the_first_step).first["waits"] == 1
 
 
+def synchronized_statistics(strategy):
+    with options(strategy, mode="sync"), strategy.scope():
+        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
+        model = keras.Sequential([keras.Input((2,)), norm, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with options(strategy, mode="sync"), pytest.raises(ValueError, match="'norm' with synchron"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+    return {}
+
+
+def test_statistics_of_all_rows_are_refused():
+    run("sync_threads", synchronized_statistics, may_show_errors=True)
+
+
 class Overtaken(keras.Sequential):
     """Whose test steps take long, but for that of the last batch."""
 

@@ -24,11 +24,7 @@ _ALLOWED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Groups of workers, with fast links inside and slow links between them.
-
-    Attributes:
-        groups: Tuple of groups, each a tuple of workers' numbers in rank order.
-    """
+    """Groups of workers, with fast links inside and slow links between them."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -69,15 +65,6 @@ def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
 
     Returns:
         `"flat"`, `"auto"`, or a `Topology` with the groups in rank order.
-
-    Raises:
-        ValueError: If it is something else, if a worker is unknown, or not in exactly one group, or
-            if the groups are not of one size.
-
-    Example:
-
-    >>> get([[3, "worker-0"], [1, 2]], ["worker-0", "worker-1", "worker-2", "worker-3"])
-    Topology(groups=((0, 3), (1, 2)))
     """
     if topology is None:
         return FLAT
@@ -166,9 +153,6 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     Args:
         compression: What a user gives: one value for the hop between groups, or a dict with
             `"within"` and `"between"`.
-
-    Raises:
-        ValueError: If a compressor is unknown or does not fit its hop, or there is no such hop.
     """
     named = set(compression) & {WITHIN, BETWEEN} if isinstance(compression, dict) else set()
     if not named:
@@ -245,13 +229,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int) -> Levels:
-    """Makes the two hops of a replica.
-
-    Args:
-        launcher: `operations.Launcher` of the replica among all of them.
-        topology: `Topology` of the ranks of all replicas.
-        first_key: Group key from which on `keys_of(topology)` are free.
-    """
+    """Makes the two hops of a replica."""
     number = topology.group_of(rank)
     group = topology.groups[number]
     place = group.index(rank)
@@ -269,12 +247,7 @@ def keys_of(topology: Topology) -> int:
 
 
 def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums small tensors over the replicas of this one's group, in replica context.
-
-    Args:
-        levels: `Levels` of each local replica.
-        tensors: List of tensors of static shapes.
-    """
+    """Sums small tensors over the replicas of this one's group, in replica context."""
     context = tf.distribute.get_replica_context()
     if not tf.executing_eagerly():
         return levels[context._replica_id].within.sum(tensors)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import (
     EVALUATOR,
     JOB_TYPES,
@@ -68,9 +68,6 @@ class Ranks:
             environ: The environment: `KERAS_PSPLUS_HOSTS` and `KERAS_PSPLUS_PORT` count more than
                 what the launcher says.
             timeout: Seconds to wait for the others, where processes tell each other their hosts.
-
-        Raises:
-            ClusterConfigError: If hosts are not known, or the variables are wrong.
         """
         text = environ.get(PORT_VARIABLE, "")
         port = number(PORT_VARIABLE, text, 1, 65_535) if text else self.port
@@ -93,9 +90,6 @@ class Ranks:
         Args:
             size: Number of ranks of the job, with all workers of the range.
             environ: The environment, with `KERAS_PSPLUS_FIRST_RANK` in processes that join.
-
-        Raises:
-            ClusterConfigError: If there are not so many ranks.
         """
         if not environ.get(MIN_WORKERS_VARIABLE) or size <= self.size:
             return self
@@ -153,11 +147,7 @@ def _bracketed(host: str) -> str:
 
 
 def number(name: str, text: str, least: int, most: int | None = None) -> int:
-    """Returns the value of an environment variable as an int.
-
-    Raises:
-        ClusterConfigError: If it is no whole number, or out of bounds.
-    """
+    """Returns the value of an environment variable as an int."""
     good = text.strip().isascii() and text.strip().isdigit() and int(text) >= least
     if not good or (most is not None and int(text) > most):
         allowed = f"from {least} up" if most is None else f"from {least} to {most}"
@@ -170,11 +160,7 @@ def number(name: str, text: str, least: int, most: int | None = None) -> int:
 def read_pair(
     environ: Mapping[str, str], rank: str, size: str, launcher: str
 ) -> tuple[int, int] | None:
-    """Reads a rank and the number of ranks; None if neither is set.
-
-    Raises:
-        ClusterConfigError: If one is missing, or they do not go together.
-    """
+    """Reads a rank and the number of ranks; None if neither is set."""
     given = {name: environ.get(name, "").strip() for name in (rank, size)}
     if not any(given.values()):
         return None
@@ -202,12 +188,7 @@ def port_of_job(*numbers: int) -> int:
 
 
 def per_host(counts: Sequence[int], hosts: Sequence[str], cyclic: bool) -> tuple[str, ...]:
-    """Returns the host of each rank.
-
-    Args:
-        counts: Number of processes of each host.
-        cyclic: Whether ranks go round the hosts, instead of filling one after the other.
-    """
+    """Returns the host of each rank."""
     if not cyclic:
         return tuple(host for host, count in zip(hosts, counts) for _ in range(count))
     return tuple(
@@ -231,9 +212,6 @@ def parse(text: str) -> dict[str, int]:
 
     Returns:
         Dict from job types to numbers of tasks, in the order of the text.
-
-    Raises:
-        ClusterConfigError: If the text has another form.
 
     Example:
 
@@ -265,15 +243,7 @@ def text_of(counts: dict[str, int]) -> str:
 
 
 def task_config(counts: dict[str, int], addresses: list[str], rank: int) -> TaskConfig:
-    """Returns what a rank of a job is.
-
-    Args:
-        counts: What `parse` returns.
-        addresses: `host:port` of each rank.
-
-    Raises:
-        ClusterConfigError: If the layout has more tasks or fewer than the job has ranks.
-    """
+    """Returns what a rank of a job is."""
     if sum(counts.values()) != len(addresses):
         raise ClusterConfigError(
             f"The layout has {sum(counts.values())} tasks, but the job has {len(addresses)} "
@@ -312,11 +282,7 @@ _PORT = 2222
 
 
 def read_kubernetes(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads an Indexed Job's variables; None outside of one, and for a single pod.
-
-    Raises:
-        ClusterConfigError: If the number of pods, or their names, are not known.
-    """
+    """Reads an Indexed Job's variables; None outside of one, and for a single pod."""
     if _INDEX not in environ:
         return None
     index = number(_INDEX, environ[_INDEX], 0)
@@ -402,9 +368,6 @@ def read_slurm(environ: Mapping[str, str]) -> Ranks | None:
     """Reads Slurm's variables; None outside of a job step, and for a single process.
 
     A single process may join a job of a range of workers, whose steps have the ports of step 0.
-
-    Raises:
-        ClusterConfigError: If they do not describe the step.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
@@ -522,11 +485,7 @@ _MPI = (
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
-
-    Returns:
-        The processes; None if RANK and WORLD_SIZE are not set, or there is one process.
-    """
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
     pair = read_pair(environ, "RANK", "WORLD_SIZE", "torchrun")
     if pair is None or pair[1] == 1:
         return None
@@ -540,11 +499,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def read_mpi(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads what Open MPI's `mpirun`, or a launcher that speaks PMI, has set.
-
-    Returns:
-        The processes; None if nothing is set, or there is one process.
-    """
+    """Reads what Open MPI's `mpirun`, or a launcher that speaks PMI, has set."""
     for rank, size, local, name, launcher in _MPI:
         pair = read_pair(environ, rank, size, launcher)
         if pair is not None and pair[1] > 1:
@@ -578,15 +533,6 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
 
     Args:
         address: `host:port` of the first one. It listens there until all know.
-
-    Raises:
-        ClusterConfigError: If the others do not come, or the first one cannot be reached.
-
-    Example:
-
-    ```python
-    exchange_hosts(1, 2, "10.0.0.1:29501", timeout=60)  # in both: ("10.0.0.1", "10.0.0.2")
-    ```
     """
     mine = PeerIdentity(
         _name(rank), "", socket.gethostname(), os.getpid(), f"{os.getpid()}-{time.monotonic_ns()}"

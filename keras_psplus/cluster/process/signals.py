@@ -29,11 +29,7 @@ _LINE_SECONDS = 1.0
 
 
 def grace_seconds() -> float:
-    """Seconds of grace by the environment; infinity if it sets none.
-
-    Raises:
-        ValueError: If it is not a number of seconds.
-    """
+    """Seconds of grace by the environment; infinity if it sets none."""
     text = os.environ.get(GRACE_VARIABLE) or "inf"
     try:
         seconds = float(text)
@@ -196,12 +192,7 @@ SIGNAL = _Signal()
 
 
 class _Exits:
-    """Arguments of `sys.exit` since recording began.
-
-    Attributes:
-        is_watching: Whether calls are noted.
-        codes: List of the arguments, in order.
-    """
+    """Arguments of `sys.exit` since recording began."""
 
     def __init__(self) -> None:
         self.is_watching = False

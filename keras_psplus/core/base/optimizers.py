@@ -315,11 +315,7 @@ def describe(model: keras.Model) -> dict[str, Any]:
 
 
 def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[str, Any]) -> None:
-    """Builds optimizers that were built when the backup was made; in each process alike.
-
-    Args:
-        described: What `describe` has returned then.
-    """
+    """Builds optimizers that were built when the backup was made; in each process alike."""
     own = reached_optimizers(model)
     places = None
     for name, of_backup in described.items():
@@ -335,15 +331,7 @@ def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[
 
 
 def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str] | None:
-    """Finds what differs between a model's optimizers and those of a backup.
-
-    Args:
-        model: The model, when `build` has built its optimizers.
-        described: What `describe` has returned for the backup's.
-
-    Returns:
-        Two texts, of the model and of the backup, or None if they are the same.
-    """
+    """Finds what differs between a model's optimizers and those of a backup."""
     own = describe(model)
     for name in sorted({*own, *described}):
         ours, theirs = own.get(name), described.get(name)
@@ -360,9 +348,6 @@ def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]
 
     Args:
         used: The optimizers that steps have built.
-
-    Raises:
-        ValueError: If one of them, or a variable that it trains, is not reached from the model.
     """
     reached = {id(unwrapped(one)) for one in optimizers_of(model).values()}
     places, lost = _places(model), []

@@ -34,16 +34,7 @@ class ThreadValue(Generic[T]):
 
 
 class ThreadFlag:
-    """False, except in threads that are in one of its contexts.
-
-    Example:
-
-    ```python
-    saving = ThreadFlag()
-    with saving.raised():
-        assert saving
-    ```
-    """
+    """False, except in threads that are in one of its contexts."""
 
     def __init__(self) -> None:
         self._value = ThreadValue[bool]()

@@ -140,9 +140,6 @@ class MetricLogs:
             read: Tensors in the place of what was read, in the order of `reads`.
             inputs: Tensors in the place of `inputs`.
             handles: Handles in the place of those of the states, if it is in another graph.
-
-        Returns:
-            Dict of the logs called `names`.
         """
         values = {one.tensor.ref(): value for one, value in zip(self.reads, read)}
         values |= {one.ref(): value for one, value in zip(self.inputs, inputs)}

@@ -341,7 +341,8 @@ class DynamicShard(TableShard):
         self.optimizer = self.store.optimizer
         self._optimizer_number, self._first_slot = number, first_slot
         # Traced again, as it is to begin the new slots.
-        self._methods.pop("insert", None)
+        for method in ("insert", "admit"):
+            self._methods.pop(method, None)
         self._capturing = None
 
     def capture(self, key: int, since: files.Mark | None) -> files.Capture:
@@ -368,6 +369,10 @@ class DynamicShard(TableShard):
         makers["lookup_training"] = functools.partial(self._lookup_keys, True)
         makers["entries"] = lambda: self._read_part(self.store.entries)
         makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
+        makers["admit"] = lambda: traced(tf.TensorSpec([None, 2], _LONG))(
+            lambda of: self.store.admit(of[:, 0], of[:, 1])
+        )
+        makers["remove"] = lambda: traced(tf.TensorSpec([None], _LONG))(self.store.remove)
         makers["steps"] = lambda: traced(tf.TensorSpec([], _INT))(
             lambda unused: self.store.clock.steps.read_value()
         )

@@ -20,8 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.cluster import handshake, serving
-from keras_psplus.cluster.channel.sessions import Authenticator, Secret
-from keras_psplus.cluster.channel.transport import ChannelServer
+from keras_psplus.cluster.channel import Authenticator, ChannelServer, Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_local_address

@@ -7,7 +7,10 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
+import tensorflow as tf
 
 from keras_psplus import activation
 from keras_psplus.callbacks import add_step_report
@@ -17,11 +20,6 @@ from keras_psplus.core.base import checks
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.log import info_once
-
-if TYPE_CHECKING:
-    import keras
-    import tensorflow as tf
-
 
 # Registry of the strategies that distribute training in this process.
 #
@@ -156,12 +154,7 @@ def load(call: Call) -> Any:
 
 
 def check_built_in_scope(model: keras.Model, method: str) -> None:
-    """Raises if the model was built outside the strategy's scope.
-
-    Raises:
-        ValueError: If the model was built outside of every strategy's scope while a strategy
-            distributes training, and not in `single_process`.
-    """
+    """Raises if the model was built outside the strategy's scope."""
     if not _is_outside(model):
         return
     forget_unused()
