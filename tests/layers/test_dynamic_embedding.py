@@ -261,6 +261,7 @@ class Subclassed(keras.Model):
         return self.out(self.table(ids, training=training))
 
 
+@pytest.mark.extended
 def test_a_model_is_built_by_its_shapes_as_under_a_strategy():
     model, ids = Subclassed(), np.arange(6).reshape(2, 3)
     model.compile("sgd", "mse")
