@@ -203,7 +203,6 @@ class CommunicationMonitor(keras.callbacks.Callback):
 
 # Publication of dynamic tables while they are trained.
 
-
 _EPOCH = "epoch"
 
 

@@ -348,7 +348,6 @@ def _rows(
 
 
 def _map_rows(stage: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A map, with the number of rows of the batch handed on."""
     function = stage._map_func.function
     spec_before, spec_after = stage._input_dataset.element_spec, stage.element_spec
 
@@ -369,7 +368,6 @@ def _map_rows(stage: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Datas
 
 
 def _weighs_classes(stage: tf.data.Dataset) -> bool:
-    """Whether a stage is Keras's map that applies `class_weight` row by row."""
     return isinstance(stage, _MAPS) and is_class_weight_map(stage._map_func._func)
 
 

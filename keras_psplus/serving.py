@@ -35,7 +35,6 @@ __all__ = ["TableReader", "export"]
 #
 # Dynamic tables are a hash table of row numbers and a variable of rows.
 
-
 _LONG = tf.int64
 _CHUNK = 1 << 18
 

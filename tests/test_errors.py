@@ -5,7 +5,7 @@ import pytest
 import keras_psplus as psp
 from keras_psplus import all_reduce, cluster, errors, hybrid
 from keras_psplus.core.jobs import failure
-from keras_psplus.parameter_server import membership as servers
+from keras_psplus.parameter_server import scheduler as servers
 from keras_psplus.pipeline import engine as stages
 
 

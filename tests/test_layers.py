@@ -40,7 +40,7 @@ core: jobs base worker_state seeds data_position graph plan batch gradient_path 
 hybrid: rows calls servers tables saving server_tables extended server engine strategy
 layers: dynamic_embedding
 parameter_server: worker_function traffic data state pulls aggregation dynamic_table extended queue
-    membership scheduler context replica_step step_functions worker_updates runner sync_functions
+    scheduler context replica_step step_functions worker_updates runner sync_functions
     sync_steps engine strategy
 pipeline: stages schedule boundary microbatches replicas traffic costs plan splitter context
     traced_step step_function pipedream engine strategy

@@ -66,12 +66,7 @@ class StepClock:
         self._last, self._last_at = StepTimes(), 0.0
 
     def start(self, task: TaskConfig, progress: Progress, meets: Callable[[], float]) -> None:
-        """Starts to measure.
-
-        Args:
-            progress: Progress of this process, whose `times` are this clock's.
-            meets: Function without arguments that returns the seconds in collectives up to now.
-        """
+        """Starts to measure."""
         self.measures, self._meets = True, meets
         self._name, self._recorder = task.name, trace.current()
         self._connections = PeerConnections(
@@ -219,16 +214,11 @@ def _spans(
 # A step's graph increments one counter when its batch has arrived, and another when the step is
 # done. A thread reads both counters during a step that takes long.
 
-
 TRACING, NO_DATA, RUNNING = "traces its step", "waits for its data", "has its batch"
 
 
 class StepMarks:
-    """Counts the batches of each local replica at two points of its steps.
-
-    Attributes:
-        clock: `StepClock` that adds up when these points are reached.
-    """
+    """Counts the batches of each local replica at two points of its steps."""
 
     def __init__(self) -> None:
         self.clock = StepClock()
@@ -402,12 +392,7 @@ def service_seconds(timeout: float) -> float:
 
 
 class Silence:
-    """Since when others have been silent.
-
-    Args:
-        timeout: Seconds after which one that is silent counts as dead.
-        answer: Seconds that each has for an answer.
-    """
+    """Since when others have been silent."""
 
     def __init__(self, timeout: float, answer: float) -> None:
         # What was asked just before the stop may have its answer late.
@@ -416,11 +401,7 @@ class Silence:
         self._last: float | None = None
 
     def note(self, silent: Iterable[str], asked: float, now: float) -> dict[str, float]:
-        """Notes who did not answer.
-
-        Returns:
-            Dict from the names of the dead to the seconds of their silence.
-        """
+        """Notes who did not answer."""
         if self._last is not None and now - self._last > self._longest_gap:
             # This process itself was stopped: the time does not count.
             self._since.clear()

@@ -231,8 +231,8 @@ class RingSum(GradientSum):
 _INSIDE, _BETWEEN = 1, 2
 
 
-class _Piece(NamedTuple):
-    """A piece of a variable, as far as its gradient's compressor has to know it."""
+class _Path(NamedTuple):
+    """TensorFlow's variable, or a piece of one, as far as sums have to know it."""
 
     path: str
     shape: Any
@@ -251,10 +251,6 @@ class TwoLevelSum(GradientSum):
 
     `tf.IndexedSlices` go along one ring of all replicas, compressed as between groups: what has to
     be gathered is the same for all.
-
-    Args:
-        everyone: Hop of the replica among all of them.
-        compressors: Those of the two hops.
     """
 
     def __init__(
@@ -274,7 +270,7 @@ class TwoLevelSum(GradientSum):
             RingSum(hop, compressors.between, bucket_bytes, False, states.within(name))
             for hop, name in ((everyone, "everyone"), (levels.between, "between"))
         )
-        self._pieces: dict[int, tuple[Any, list[_Piece]]] = {}
+        self._pieces: dict[int, tuple[Any, list[_Path]]] = {}
 
     def sum_and_count(
         self, grads: _Grads, variables: Sequence[Any], step: tf.Tensor, joins: Joins = ()
@@ -329,11 +325,10 @@ class TwoLevelSum(GradientSum):
             return [_Part(number, gradient, variable)]
         # States are those of pieces. With the variable, or another could get its id.
         _, owners = self._pieces.setdefault(id(variable), (variable, []))
-        owners += [_Piece(variable.path, variable.shape) for _ in parts[len(owners) :]]
+        owners += [_Path(variable.path, variable.shape) for _ in parts[len(owners) :]]
         return [_Part(number, *part) for part in zip(parts, owners)]
 
     def _is_compressed(self, part: _Part) -> bool:
-        """Whether a gradient is compressed inside its group."""
         if self._compressor is None:
             return False
         own = part.variable.path, part.variable.shape, part.tensor.dtype
@@ -481,7 +476,7 @@ class GradientReducer:
         largest: Callable[[list[Any]], list[Any]],
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums replicas' parts of gradients, by an optimizer's compressors if there is one."""
-        variables = [_with_path(variable) for variable in variables]
+        variables = [v if hasattr(v, "path") else _Path(v.name, v.shape) for v in variables]
         sums = [with_shape(g, v) for g, v in zip(parts, variables)]
         # A row that came twice stays so, as in one process: the step may take norms of rows.
         copied = [
@@ -579,14 +574,3 @@ def with_shape(gradient: Any, variable: Any) -> Any:
 def is_overwritten(variable: Any) -> bool:
     """Whether a variable takes its gradient's value, as scales of float8 do."""
     return getattr(variable, "overwrite_with_gradient", False)
-
-
-class _Path(NamedTuple):
-    """Path of a TensorFlow variable, as needed to sum its gradients."""
-
-    path: str
-    shape: Any
-
-
-def _with_path(variable: Any) -> Any:
-    return variable if hasattr(variable, "path") else _Path(variable.name, variable.shape)

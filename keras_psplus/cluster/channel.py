@@ -1,4 +1,4 @@
-"""Control channel of tasks: signed sessions of messages over gRPC, with TLS if it is asked for."""
+"""Control channel of tasks: signed messages over gRPC, by TLS if it is asked for."""
 
 import collections
 import concurrent.futures
@@ -184,20 +184,20 @@ def is_same(one: str, other: str) -> bool:
 # Challenge-response authentication by a job's secret, which is never sent.
 #
 #     caller                                     server
-#       random number            ----------->
-#                                <-----------      session: another one; id of its process
-#       number, request, proof   ----------->
+#                                ----------->
+#                                <-----------      session: a random number; id of its process
+#       caller, number,
+#       request, proof           ----------->
 #                                <-----------      answer, proof
 #
-# A proof is the signature, by the job's secret, of both random numbers, the process, the request's
-# number and its text; that of an answer covers the request's proof as well. So nothing that
-# somebody has overheard can be used again, in either direction, and a server reads no request of a
-# caller who does not know the secret. It keeps nothing of such a caller either.
+# A proof is the signature, by the job's secret, of the session, the process, the caller's own
+# random number, the request's number and its text; that of an answer covers the request's proof as
+# well. A server takes each number of a caller once, and begins another session for all before it
+# forgets which it has taken. So nothing that somebody has overheard can be used again, in either
+# direction, and a server reads no request of a caller who does not know the secret. It keeps
+# nothing of such a caller either.
 
-
-# Seconds from a session's opening to its first request, requests of one that may overtake each
-# other, and sessions that a server knows before it forgets those that began earlier.
-_TO_BEGIN, _WINDOW, _MOST_SESSIONS = 60.0, 256, 4096
+_MOST_REQUESTS = 1 << 14  # of a session
 _FIELDS = "caller", "session", "number", "body", "proof"
 
 
@@ -235,19 +235,13 @@ class Authenticator:
     """Lets requests in that are signed with the job's token.
 
     It keeps nothing of a caller before that, so that nobody can fill it.
-
-    Args:
-        refusal: What to say to a caller with another token.
     """
 
     def __init__(self, secret: Secret, refusal: str) -> None:
         self._secret, self._refusal = secret, refusal
-        self._own = secrets.token_bytes(32)
         # Tells this process from another one at the same address.
         self.process = uuid.uuid4().hex
-        self._began = time.monotonic()
-        # The numbers of the last requests in each session of who knows the token.
-        self._seen: dict[str, set[int]] = {}
+        self._session, self._seen = secrets.token_hex(16), set[tuple[str, str]]()
         self._lock = threading.Lock()
 
     def answer(
@@ -261,73 +255,42 @@ class Authenticator:
         try:
             message = json.loads(text)
             if "open" in message:
-                session = self._new_session(
-                    str(message["open"]), secrets.token_hex(16), self._now()
-                )
-                opened = {"session": session, "process": self.process, "hint": hint()}
+                opened = {"session": self._session, "process": self.process, "hint": hint()}
                 return json.dumps(opened)
             caller, session, number, body, proof = (str(message[key]) for key in _FIELDS)
-            random, opened_at, _ = session.split(".")
-            is_mine = is_same(session, self._new_session(caller, random, int(opened_at)))
             signature = _of_request(self._secret, caller, session, self.process, number, body)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return json.dumps({"error": f"This is no request. Received: {error}"[:300]})
-        if not is_mine:
-            return json.dumps({"unknown": True})
-        if not is_same(proof, signature):
+        if session == self._session and not is_same(proof, signature):
             refuse()
             return json.dumps({"error": self._refusal})
-        if not self._is_new(session, int(opened_at), int(number)):
+        if not self._takes(session, caller, number):
             return json.dumps({"unknown": True})
         answer = handle(body)
         return json.dumps({"body": answer, "proof": _of_answer(self._secret, signature, answer)})
 
-    def _is_new(self, session: str, opened_at: int, number: int) -> bool:
-        """Notes a request; False for one that has come before, or much too late."""
+    def _takes(self, session: str, caller: str, number: str) -> bool:
+        """Notes a request of the session; False for one that has come before."""
         with self._lock:
-            if session not in self._seen:
-                now = self._now()
-                if now - opened_at > _TO_BEGIN:
-                    return False
-                if len(self._seen) >= _MOST_SESSIONS:
-                    # They are opened again; nothing of them is taken for a first request.
-                    self._seen = {
-                        one: numbers
-                        for one, numbers in self._seen.items()
-                        if now - int(one.split(".")[1]) <= _TO_BEGIN
-                    }
-                self._seen[session] = set()
-            seen = self._seen[session]
-            is_new = number not in seen and number > max(seen, default=0) - _WINDOW
-            if is_new:
-                seen.add(number)
-                if len(seen) > 2 * _WINDOW:
-                    self._seen[session] = {one for one in seen if one > max(seen) - _WINDOW}
-            return is_new
-
-    def _now(self) -> int:
-        return int(time.monotonic() - self._began)
-
-    def _new_session(self, caller: str, random: str, opened_at: int) -> str:
-        text = json.dumps([caller, random, opened_at]).encode()
-        return f"{random}.{opened_at}.{hmac.digest(self._own, text, 'sha256').hex()}"
+            if session != self._session or (caller, number) in self._seen:
+                return False
+            self._seen.add((caller, number))
+            if len(self._seen) >= _MOST_REQUESTS:
+                self._session = secrets.token_hex(16)
+                self._seen.clear()
+            return True
 
 
 class Session:
-    """A caller's side of a `Authenticator`.
-
-    Args:
-        send: Function of a message's text that returns the answer's.
-        process: That of the gate which is meant; None for whichever is there.
-    """
+    """A caller's side of a `Authenticator`."""
 
     def __init__(
         self, secret: Secret, send: Callable[[str], str], process: str | None = None
     ) -> None:
         self._secret, self._send = secret, send
         self.process = process
-        self._opened: tuple[str, str, str] | None = None
-        self._numbers = itertools.count(1)
+        self._opened: tuple[str, str] | None = None
+        self._caller, self._numbers = secrets.token_hex(16), itertools.count(1)
 
     def open(self) -> Any:
         """Opens the session; returns the gate's hint.
@@ -335,12 +298,11 @@ class Session:
         Raises:
             AnotherProcessError: If another process answers than the one that is meant.
         """
-        caller = secrets.token_hex(16)
-        answer = self._read(self._send(json.dumps({"open": caller})))
+        answer = self._read(self._send(json.dumps({"open": True})))
         session, process = str(answer.get("session")), str(answer.get("process"))
         if self.process not in (None, process):
             raise AnotherProcessError
-        self._opened = caller, session, process
+        self._opened = session, process
         return answer.get("hint")
 
     def ask(self, body: str) -> str:
@@ -351,7 +313,7 @@ class Session:
             RefusedError: If the other end has another token.
         """
         opened = self._opened
-        for _ in range(2):
+        for _ in range(3):
             if opened is None:
                 self.open()
                 opened = self._opened
@@ -359,7 +321,7 @@ class Session:
             answer, signature = self._ask(opened, body)
             if not answer.get("unknown"):
                 break
-            # The process is another one than that with which it was opened, or has forgotten it.
+            # The process is another one than that with which it was opened, or has another session.
             opened = None
         text, proof = str(answer.get("body")), str(answer.get("proof"))
         if not is_same(proof, _of_answer(self._secret, signature, text)):
@@ -368,9 +330,8 @@ class Session:
             )
         return text
 
-    def _ask(self, opened: tuple[str, str, str], body: str) -> tuple[dict[str, Any], str]:
-        caller, session, process = opened
-        number = next(self._numbers)
+    def _ask(self, opened: tuple[str, str], body: str) -> tuple[dict[str, Any], str]:
+        (session, process), caller, number = opened, self._caller, next(self._numbers)
         signature = _of_request(self._secret, caller, session, process, str(number), body)
         message = dict(zip(_FIELDS, (caller, session, number, body, signature)))
         return self._read(self._send(json.dumps(message))), signature
@@ -401,7 +362,6 @@ def _of_answer(secret: Secret, signature: str, text: str) -> str:
 #
 # Bounds for strangers: messages are small, calls few at once, and connections that say nothing are
 # closed.
-
 
 METHOD = "/keras_psplus.Control/Call"
 _THREADS, _MOST_CALLS = 8, 64
@@ -516,13 +476,7 @@ class ChannelError(OSError):
 
 
 class ChannelClient:
-    """Sends messages to one server; connects when the first is sent.
-
-    Args:
-        address: The server's `host:port`.
-        tls: `Tls` of this process, or None for a plain connection.
-        ping: Seconds after which the server is asked for a sign of life, and that it has for it.
-    """
+    """Sends messages to one server; connects when the first is sent."""
 
     def __init__(self, address: str, tls: Tls | None, ping: float = _PING_SECONDS) -> None:
         self._address, self._tls, self._ping = address, tls, ping
@@ -606,7 +560,6 @@ def _ignore(_: Any) -> None:
 # gRPC's threads answer a ping whatever the process computes. A connection breaks at once when a
 # process is killed, and within two pings when it is stopped or cut off; gRPC then connects again by
 # itself, as soon as something answers there.
-
 
 _WATCH_SECONDS = 2.0
 

@@ -14,7 +14,6 @@ from typing import IO, TextIO
 
 # A task's log file, also on a disk that is full.
 
-
 _KEPT_LINES, _KEPT_CHARACTERS = 200, 4000
 
 
@@ -74,7 +73,6 @@ class LogFile:
 #
 # Before the first epoch TensorFlow writes some fifteen lines in each process, one of them an error
 # about CUDA on machines without a GPU. They stay in the log files.
-
 
 _GPU_DRIVER = "/dev/nvidiactl"
 # "I0000 00:00:1795460916.566899   25504 port.cc:153] text", and as other loggers begin a line,

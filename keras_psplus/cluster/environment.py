@@ -10,7 +10,6 @@ import pathlib
 import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from keras_psplus.cluster.config import (
     EVALUATOR,
@@ -21,7 +20,6 @@ from keras_psplus.cluster.config import (
 from keras_psplus.cluster.ports import free_ports
 
 # GPUs of this machine, and those that each of its tasks sees.
-
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # TensorFlow otherwise reserves nearly all of a GPU's memory for the first process.
@@ -95,53 +93,6 @@ def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
     return f"{len(names)} tasks share GPU {shared}, and each takes the memory that it needs"
 
 
-# Variables that the library reads.
-
-
-class Variable(NamedTuple):
-    """An environment variable, which is read when it is needed, and not at import.
-
-    Attributes:
-        module: The module that knows its name, without the library's.
-        default: What counts where it is not set; empty for nothing.
-        is_public: Whether it is in the manual. Others are between a launcher and its tasks.
-    """
-
-    module: str
-    default: str = ""
-    is_public: bool = True
-
-
-VARIABLES = {
-    "KERAS_PSPLUS_CLUSTER": Variable("cluster.discovery.find"),
-    "KERAS_PSPLUS_COMPRESSION": Variable("catalogue"),
-    "KERAS_PSPLUS_FIRST_RANK": Variable("cluster.discovery.launchers", "0"),
-    "KERAS_PSPLUS_GRACE": Variable("cluster.process.signals", "inf"),
-    "KERAS_PSPLUS_HOSTS": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_JOB_DIR": Variable("cluster.monitor.job", is_public=False),
-    "KERAS_PSPLUS_JOB_TOKEN": Variable("cluster.environment"),
-    "KERAS_PSPLUS_JSON_LOG": Variable("cluster.monitor.job"),
-    "KERAS_PSPLUS_LAYOUT": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_MIN_WORKERS": Variable("cluster.environment"),
-    "KERAS_PSPLUS_NATIVE": Variable("native", "1"),
-    "KERAS_PSPLUS_PLAN": Variable("catalogue", is_public=False),
-    "KERAS_PSPLUS_PORT": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_RESTART": Variable("cluster.environment", "0"),
-    "KERAS_PSPLUS_ROLE": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_SKIP_VERSION_CHECK": Variable("versions", "0"),
-    "KERAS_PSPLUS_STARTED_BY": Variable("cluster.process.left_processes", is_public=False),
-    "KERAS_PSPLUS_STEP_OBSERVER": Variable("cluster.monitor.progress", is_public=False),
-    "KERAS_PSPLUS_STRATEGY": Variable("catalogue"),
-    "KERAS_PSPLUS_SUBDOMAIN": Variable("cluster.discovery.launchers", is_public=False),
-    "KERAS_PSPLUS_TLS_CA": Variable("cluster.channel"),
-    "KERAS_PSPLUS_TLS_CERT": Variable("cluster.channel"),
-    "KERAS_PSPLUS_TLS_KEY": Variable("cluster.channel"),
-    "KERAS_PSPLUS_TLS_NAME": Variable("cluster.channel"),
-    "KERAS_PSPLUS_TRACE": Variable("cluster.monitor.trace"),
-    "KERAS_PSPLUS_TRACE_STEPS": Variable("cluster.monitor.trace", "20"),
-    "KERAS_PSPLUS_TRAINING_END": Variable("cluster.environment", is_public=False),
-    "KERAS_PSPLUS_UPDATES": Variable("catalogue"),
-}
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 # How often the launcher has started the job before.

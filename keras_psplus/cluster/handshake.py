@@ -31,7 +31,6 @@ from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 # Identities of processes: which task, in which cluster, on which host.
 
-
 _LONGEST_CLUSTER = 2000  # characters; beyond, a digest says as well whether two are the same
 _LONGEST_NAME = 255  # characters of a host, by the rules of DNS
 
@@ -143,7 +142,6 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 # stopped process goes on accepting connections. So each probe connects again, and the server has to
 # speak first, as gRPC's do.
 
-
 ANSWERS, SILENT, GONE = "answers", "silent", "gone"
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 Place = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -190,7 +188,6 @@ def is_silent(places: Sequence[Place], timeout: float) -> bool:
 #
 # A task listens on its address and calls its peers', by the control channel. Other programs that
 # answer there (TensorFlow's gRPC server, a port scanner) are recognised by how they answer.
-
 
 ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
 

@@ -19,7 +19,6 @@ from keras_psplus.cluster.ports import port_holder
 
 # Checks of this task's address: it is on this machine, and its port is free.
 
-
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
 
@@ -138,7 +137,6 @@ def is_local(host: str) -> bool:
 
 # Peers that a task contacts in a large cluster, instead of all others.
 
-
 _Task = TypeVar("_Task")
 
 # Up to so many tasks, every one asks every other: it costs little, and each can name all.
@@ -239,7 +237,6 @@ class PeerDiscovery:
         return len(self._missing) == len(workers) <= self._spare_workers
 
     def _awaited(self) -> set[str]:
-        """Names of those that are about to call."""
         return self._also_waiting
 
     def _let_others_see_me(self) -> None:

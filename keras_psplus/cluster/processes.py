@@ -46,17 +46,11 @@ from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 # Processes of a cluster's tasks, with their output and their logs.
 
-
 _WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py")
 
 
 class TaskProcesses:
     """Processes of tasks, each in a group of its own, until they are reaped.
-
-    Args:
-        console: A `Console` that shows what tasks say, or None.
-        network: Network namespaces of the tasks, or None.
-        warm: A `WarmPython` whose forks run a Python script, or None.
 
     Attributes:
         log_starts: Dict from task name to the bytes that its log had before.
@@ -186,7 +180,6 @@ class TaskProcesses:
 
 
 # A cluster of local processes: started, watched, and ended as one.
-
 
 _POLL = 0.05
 

@@ -53,7 +53,6 @@ from keras_psplus.process_identity import own_id
 
 # The control channel of a task that serves TensorFlow, on a port of its own.
 
-
 _CONNECT_SECONDS, _ANSWER_SECONDS = 2.0, 15.0
 
 
@@ -220,7 +219,6 @@ class ServerLease:
 # the chief greets its servers when it starts and sends a shutdown message at its end, by their
 # control channels. A server that was greeted and received no shutdown message knows that its chief
 # has died.
-
 
 _HELLO, _SHUTDOWN = "hello", "shutdown"
 _SHUTDOWN_SECONDS = 3.0
@@ -497,7 +495,6 @@ def _leader(config: TaskConfig) -> tuple[str, str]:
 
 
 def _within(seconds: float, condition: Callable[[str], bool], address: str) -> bool:
-    """Waits until the condition holds; False if it did not in time."""
     deadline = time.monotonic() + seconds
     while not condition(address):
         if time.monotonic() >= deadline:

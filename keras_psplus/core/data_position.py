@@ -352,7 +352,6 @@ _draw_in_graph = tf.function(_draw_all, autograph=False, reduce_retracing=True)
 
 # Layout of batches in a backup's data, compared with that of the resumed data.
 
-
 _BATCHES, _SIZE, _LAST, _STEPS = "batches", "batch_size", "rows_of_last_batch", "steps_per_epoch"
 
 
@@ -379,12 +378,7 @@ def _rows_of_last_batch(adapter: data_adapter.DataAdapter) -> int | None:
 
 
 def check(iterator: Any, saved: dict[str, int | None], epoch: int, batch: int) -> None:
-    """Checks that training resumes with the same data, and logs differences.
-
-    Args:
-        saved: What `layout_of` has returned for the data of the backup.
-        epoch, batch: Where training goes on.
-    """
+    """Checks that training resumes with the same data, and logs differences."""
     own = layout_of(iterator)
     changed = [name for name in own if own[name] != saved.get(name, own[name])]
     if not changed:

@@ -27,7 +27,6 @@ from keras_psplus.log import info_once
 # would train on each worker by itself, from other initial weights, so the hooks refuse it unless
 # the script asks for that with `single_process`.
 
-
 _live: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # A process cannot leave its cluster: these count until it ends.
 _of_clusters: list[tf.distribute.Strategy] = []
@@ -93,7 +92,6 @@ def single_process() -> Iterator[None]:
 
 
 # Models that were built outside of every strategy's scope, beside a strategy that is live.
-
 
 _TRAINING = ("fit", "train_on_batch")
 

@@ -114,7 +114,6 @@ class Builder:
             model.optimizer.build(model.trainable_variables)
 
     def _build_unbuilt(self, model: keras.Model, step_name: str, batch: Any) -> None:
-        """Builds by a call on the batch, as Keras does, or else by the step."""
         failed = None
         try:
             with _without_metrics_by_labels(model):
@@ -198,7 +197,6 @@ def _spec_of(leaf: Any) -> Any:
 
 
 # Units: layers that run, or whose weights travel, as one piece.
-
 
 LayerT = TypeVar("LayerT", bound=keras.Layer)
 _units: weakref.WeakSet[keras.Layer] = weakref.WeakSet()

@@ -48,7 +48,7 @@ def measure(
     """Runs some steps of a model with one worker's batch and with the global one.
 
     Returns:
-        What `keras_psplus.planning.step_bytes.Facts` holds, as JSON has it.
+        What `keras_psplus.planning.Facts` holds, as JSON has it.
     """
     whole = _dataset(fit, model, args, kwargs)
     batch = next(iter(whole.take(1)), None)
@@ -81,7 +81,6 @@ def measure(
 def _dataset(
     fit: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any
 ) -> tf.data.Dataset:
-    """The batches of a call of `fit`, whole."""
     given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     data = {name: given[name] for name in _OF_FIT if given.get(name) is not None}
     return epoch_iterator.EpochIterator(**data).data_adapter.get_tf_dataset()
@@ -120,7 +119,6 @@ def _milliseconds(fit: Callable[..., Any], model: keras.Model, dataset: tf.data.
 def _gradients(
     model: keras.Model, batches: Sequence[Any]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Dense gradients of a step, and the rows of sparse ones."""
     found: dict[str, tuple[list[int], int | None]] = {}
     sparse: dict[str, list[int]] = {}
 
@@ -198,7 +196,6 @@ def _recording(model: keras.Model, record: Callable[[Any, Any], None]) -> Iterat
 
 
 def _slots(model: keras.Model) -> float:
-    """Numbers that the optimizer keeps for each weight."""
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     kept = sum(math.prod(v.shape) for v in model.optimizer.variables if v.shape)
     return kept / weights if weights else 0.0

@@ -21,7 +21,6 @@ from keras_psplus.tf_internals import context
 # made after it has the same weights here only if nothing else is drawn either. So a seed is made of
 # what Python would draw next, of TensorFlow's seed, and of how many were made of these before.
 
-
 _LARGEST = int(1e9)
 
 

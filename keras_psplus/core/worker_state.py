@@ -26,7 +26,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import optimizers_of, steps_of, unwrapped
 from keras_psplus.files import integrity
 from keras_psplus.files.integrity import open_file
 from keras_psplus.files.replace import sync
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from keras_psplus.core.jobs.control import ControlPlane
 
 # Loaded values of states that a step has yet to make.
-
 
 Forms = Mapping[str, tuple[tf.TensorShape, tf.DType]]
 _MOST_NAMES = 3
@@ -75,12 +74,7 @@ class WaitingValues:
         return fitting
 
     def take(self, forms: Forms, is_partial: bool = False) -> dict[str, np.ndarray]:
-        """Takes the values of states that are made together.
-
-        Args:
-            forms: Dict from their names to shapes and dtypes.
-            is_partial: Whether some of them may have their values already.
-        """
+        """Takes the values of states that are made together."""
         found = {name: self._values.pop(name) for name in forms if name in self._values}
         if self._is_strict and not is_partial and len(found) < len(forms):
             others = {**found, **self._values}
@@ -186,12 +180,7 @@ class WorkerState:
     def assign(
         self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
-        """Gives the owner's states their values, now or when a step makes them.
-
-        Args:
-            values: Dict from units to arrays by names.
-            is_strict: Whether to raise ValueError for what does not fit.
-        """
+        """Gives the owner's states their values, now or when a step makes them."""
         raise NotImplementedError
 
     # Common to all back ends.
@@ -292,7 +281,6 @@ class WorkerState:
 
 
 # File of named arrays: a ZIP archive with one `.npy` entry for each.
-
 
 _ENDING = ".npy"
 
@@ -435,9 +423,8 @@ class WorkerFiles:
         _remove(self._files(folder), folder)
 
     def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:
-        """Writes this process's file; returns its digest by its name."""
         tf.io.gfile.makedirs(_folder_in(folder))
-        used, number = set(self._files(folder).values()), _number_of_steps(model)
+        used, number = set(self._files(folder).values()), steps_of(model)
         while number in used:
             # Of a state that counts, or of one that was never written to its end.
             number += 1
@@ -454,7 +441,6 @@ class WorkerFiles:
             raise
 
     def _problems_of(self, folder: str, files: dict[str, str]) -> list[str]:
-        """Errors of this worker's file for a state."""
         own = self._own(files)
         if files and not own:
             return [f"there is no file of {self._state.layout}"]
@@ -498,10 +484,6 @@ def _warn_lost(why: str, folder: str) -> None:
         why,
         _folder_in(folder),
     )
-
-
-def _number_of_steps(model: keras.Model) -> int:
-    return sum(int(optimizer.iterations.numpy()) for optimizer in optimizers_of(model).values())
 
 
 def _folder_in(folder: str) -> str:

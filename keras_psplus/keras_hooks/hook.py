@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +34,7 @@ class Hook:
 
     Attributes:
         owner: The class or module that has it.
-        parameters: Names of its parameters that are relied on, in order.
+        function: Its name, and those of its parameters that are relied on, in order.
         find: Function of one of its arguments that returns the engine to ask, or None. None for
             what a module changes on objects of its own.
         ask: Name of the engine's method; a function of the `Call`, where all engines answer alike;
@@ -46,14 +47,21 @@ class Hook:
     """
 
     owner: Any
-    name: str
-    parameters: list[str]
+    function: str
     find: Callable[..., Any] | None
     ask: str | Callable[[Call], Any]
     why: str
     call: str = ""
     by: int = 0
     is_added: bool = False
+
+    @functools.cached_property
+    def name(self) -> str:
+        return self.function.partition("(")[0]
+
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\w+", self.function.partition("(")[2])
 
     @property
     def where(self) -> str:
@@ -158,7 +166,6 @@ class Hook:
 #
 # It is that of the strategy of a model, an optimizer, a scope, or a step. A finder is given one
 # argument of the function that is called: `Hook.by` says which.
-
 
 _outside = OutsideScope()
 

@@ -290,12 +290,10 @@ class DynamicEmbedding(keras.layers.Layer):
         self.combiner, self.default, self.mask_value = combiner, default, mask_value
         if mask_value is not None and not isinstance(mask_value, str):
             whole_number("mask_value", mask_value, -(2**63), most=2**63 - 1)
-        self.supports_masking = mask_value is not None
-        self._mask = (
-            PaddingMask(mask_value, combiner is not None, name=f"{self.name}_mask")
-            if mask_value is not None
-            else None
-        )
+        self._mask: PaddingMask | None = None
+        if mask_value is not None:
+            self.supports_masking = True
+            self._mask = PaddingMask(mask_value, combiner is not None, name=f"{self.name}_mask")
         if combiner not in (None, *COMBINERS):
             raise ValueError(
                 '`combiner` must be "sum", "mean", "sqrtn" or None. '
@@ -547,11 +545,10 @@ class DynamicEmbedding(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Configuration of the layer."""
-        initializer = self._initializer
-        config = {**initializer["config"], "seed": initializer["seed"]}
-        kind = getattr(keras.initializers, initializer["kind"])
-        known = config if "seed" in kind().get_config() else {**initializer["config"]}
-        known.pop("seed", None) if "seed" not in kind().get_config() else None
+        kind = getattr(keras.initializers, self._initializer["kind"])
+        known = {**self._initializer["config"], "seed": self._initializer["seed"]}
+        if "seed" not in kind().get_config():
+            del known["seed"]
         return {
             **super().get_config(),
             "dim": self.dim,

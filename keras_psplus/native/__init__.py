@@ -33,7 +33,6 @@ from keras_psplus.log import info_once
 # A loaded library runs with all rights of this user. So a file is accepted only if nobody but this
 # user, or root, can have written it, and if it is complete.
 
-
 _FOLDER, _FILE = 0o700, 0o600
 # A pipe would wait for its other end.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -322,7 +321,6 @@ def opened(library: pathlib.Path) -> int:
 
 
 def _is_whole(folder: pathlib.Path) -> bool:
-    """Whether a folder has a library; it is said if it is damaged."""
     try:
         os.close(opened(folder / _LIBRARY))
         return True
@@ -373,7 +371,6 @@ def _compiler() -> list[str]:
 
 
 def _identity(command: list[str]) -> tuple[str, str]:
-    """Strings that change when the compiler is replaced."""
     file = os.stat(command[0])
     return str(file.st_size), str(file.st_mtime_ns)
 
@@ -393,7 +390,6 @@ def _key(flags: list[str]) -> str:
 
 
 def _libc() -> str:
-    """Name and version of the C library."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
@@ -436,7 +432,6 @@ def _compile(compiler: list[str], flags: list[str]) -> tuple[bytes | None, bytes
 
 
 def _run(command: list[str], timeout: float) -> tuple[bool, bytes]:
-    """Returns whether a program ends well, and what it says."""
     # In its own session: compilers are several processes, which end together.
     with subprocess.Popen(
         command,
@@ -491,11 +486,7 @@ def kernels() -> ModuleType | None:
 
 
 def state(compiles: bool = True) -> str:
-    """Describes in a line whether there are kernels.
-
-    Args:
-        compiles: Whether they are compiled if that has not been done.
-    """
+    """Describes in a line whether there are kernels."""
     reason = _unwanted()
     if reason:
         return f"not used: {reason}"

@@ -35,7 +35,6 @@ from keras_psplus.log import info_once, logger, warn_once
 from keras_psplus.parameter_server import (
     aggregation,
     dynamic_table,
-    membership,
     traffic,
     worker_function,
     worker_updates,
@@ -46,6 +45,7 @@ from keras_psplus.parameter_server.extended import kind_of
 from keras_psplus.parameter_server.pulls import parts_of
 from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 from keras_psplus.parameter_server.runner import PredictFunction, StepRunner
+from keras_psplus.parameter_server.scheduler import translate_errors
 from keras_psplus.parameter_server.state import WorkerStates
 from keras_psplus.parameter_server.step_functions import ServedFunction, compiled_step
 from keras_psplus.parameter_server.sync_steps import SyncRunner
@@ -232,7 +232,7 @@ class ParameterServerEngine(DistributedEngine):
     def translate_errors(self) -> Iterator[None]:
         context = self._context
         try:
-            with membership.translate_errors(context.server_addresses):
+            with translate_errors(context.server_addresses):
                 yield
             context.attempts.log_dropped()
         except (ParameterServerLostError, WorkersLostError):

@@ -30,7 +30,7 @@ from keras_psplus.core import live, plan
 from keras_psplus.core.base import checks
 from keras_psplus.core.jobs import failure
 from keras_psplus.core.strategy_engine import StrategyBase
-from keras_psplus.parameter_server import membership, traffic
+from keras_psplus.parameter_server import traffic
 from keras_psplus.parameter_server.context import Mode, OverlapChoice, StepAttempts, StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from keras_psplus.parameter_server.extended import (
@@ -38,10 +38,16 @@ from keras_psplus.parameter_server.extended import (
     check_partitioner,
     weights_of,
 )
-from keras_psplus.parameter_server.membership import Members, StallProbe
 from keras_psplus.parameter_server.pulls import Compressors
 from keras_psplus.parameter_server.queue import ClosureQueue
-from keras_psplus.parameter_server.scheduler import Scheduler
+from keras_psplus.parameter_server.scheduler import (
+    Members,
+    Scheduler,
+    StallProbe,
+    WorkerWatch,
+    connect,
+    retire_leaving,
+)
 from keras_psplus.parameter_server.worker_updates import LocalSGDUpdates, WorkerUpdates
 from keras_psplus.updates import Updates
 
@@ -219,7 +225,7 @@ class Servers:
         names = {config.task_name("worker", index) for index in absent}
         self._lease, self.notifier = ServerLease(spec, task), None
         self._lease.claim_all(but=names)
-        membership.connect(spec, protocol, absent)
+        connect(spec, protocol, absent)
         if task is not None:
             failure.install_exit_hook()
             self.notifier = serving.ShutdownNotifier(self._lease.servers, but=names)
@@ -257,7 +263,7 @@ class Servers:
         assert self.notifier is not None
         told_to_end = functools.partial(self.notifier.told_to_end, "worker")
         threading.Thread(
-            target=membership.retire_leaving,
+            target=retire_leaving,
             args=(queue, told_to_end),
             name="Departures",
             daemon=True,
@@ -423,7 +429,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         members = Members(spec["worker"], admit, absent, endings)
         scheduler = Scheduler(
             self._num_workers,
-            membership.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
+            WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             members,
             servers.greet,
             self._mode.window(bool(overlap)),

@@ -144,18 +144,16 @@ class Undo:
         self._parts, self._prefix = parts, prefix
         self.keep, self.restore = on_chief(self._keep), on_chief(self._restore)
 
-    def _keep(self) -> tf.Tensor:
+    def _keep(self) -> None:
         for part in self._parts:
             with tf.device(part.device):
                 tf.raw_ops.AssignVariableOp(resource=self._kept(part), value=pulls.raw_read(part))
-        return tf.constant(True)
 
-    def _restore(self) -> tf.Tensor:
+    def _restore(self) -> None:
         for part in self._parts:
             with tf.device(part.device):
                 value = tf.raw_ops.ReadVariableOp(resource=self._kept(part), dtype=part.dtype)
                 tf.raw_ops.AssignVariableOp(resource=part.handle, value=value)
-        return tf.constant(True)
 
     def _kept(self, part: tf.Variable) -> tf.Tensor:
         name = f"{self._prefix}/before/{part._unique_id}"
@@ -263,12 +261,9 @@ class OverlapPlanner:
         on_copies = trace()
         problem = _problem(function.step, on_copies, written)
 
-        def update(
-            stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, readers: tf.Tensor
-        ) -> tf.Tensor:
-            apply(stamp, count, scale)
-            copies.announce(readers, generation)
-            return tf.constant(True)
+        def update(*args: tf.Tensor) -> None:
+            apply(*args)
+            copies.announce(args[-1], generation)
 
         updating = self._on_chief(update, *aggregation.UPDATE_SPECS)
         graph = updating.concrete.graph
@@ -294,11 +289,10 @@ def _of_all(
 ) -> Callable[..., Any]:
     """A call of the chief that calls a method of all sums of a step."""
 
-    def run(*args: tf.Tensor) -> tf.Tensor:
+    def run(*args: tf.Tensor) -> None:
         for of_optimizer in added:
             for one in aggregation.each(of_optimizer.gradients):
                 method(one, *args)
-        return tf.constant(True)
 
     return on_chief(run, *specs)
 
@@ -432,10 +426,7 @@ class SyncFunctions:
         if self._pushes_later:
             push, added = self._make_push(step)
 
-        def update(stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return self._apply(added, stamp, count, scale)
-
-        apply = self._on_chief(update, *aggregation.UPDATE_SPECS)
+        apply = self._on_chief(lambda *args: self._apply(added, *args), *aggregation.UPDATE_SPECS)
         return SyncFunction(step, push, added, apply)
 
     def overlapping(self, function: SyncFunction, batch: Any) -> SyncFunction | None:
@@ -465,8 +456,13 @@ class SyncFunctions:
         return traffic.counted(self._context.strategy, push, aggregation.STAMP, specs), added
 
     def _apply(
-        self, added: list[HandedOver], stamp: tf.Tensor, count: tf.Tensor, scale: tf.Tensor
-    ) -> tf.Tensor:
+        self,
+        added: list[HandedOver],
+        stamp: tf.Tensor,
+        count: tf.Tensor,
+        scale: tf.Tensor,
+        readers: tf.Tensor,
+    ) -> None:
         for optimizer, sums, variables in added:
             gradients = aggregation.take(sums, stamp, count, scale)
             if _needs_whole(optimizer):
@@ -476,12 +472,12 @@ class SyncFunctions:
                     optimizer.apply(gradients, variables)
                 else:
                     optimizer.iterations.assign_add(1)
-        return tf.constant(True)
 
     def _on_chief(self, function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
         def in_replica(*args: tf.Tensor) -> Any:
             with tf.device(worker_function.CHIEF):
-                return self._context.strategy.run(function, args)
+                self._context.strategy.run(function, args)
+                return tf.constant(True)
 
         origin = tf.function(in_replica, autograph=False)
         with self._context.strategy.scope():

@@ -116,7 +116,7 @@ class KeyIndex:
 
 
 def _which_aside(hashes: tf.Tensor) -> tf.Tensor:
-    """Which of the two hashes that no bucket may have each is, or -1."""
+    """Index of each hash among the two that no bucket may have, or -1."""
     return tf.where(hashes == _EMPTY, 0, tf.where(hashes == _DELETED, 1, -1))
 
 

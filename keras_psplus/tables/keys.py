@@ -155,7 +155,7 @@ def maker_of_missing(spec: dict[str, Any]) -> _Maker | None:
 
 
 def maker(spec: dict[str, Any]) -> _Maker:
-    """Function that makes the rows of an int64 vector of keys, as the table's constraint has them.
+    """Function that makes the rows of an int64 vector of keys, under its constraint.
 
     Args:
         spec: Of the table.

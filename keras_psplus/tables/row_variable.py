@@ -47,7 +47,7 @@ class KeyedValue(Protocol):
         """Sets the contents of the table."""
 
     def read_items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys and rows of the table, so many at most at a time, in no order."""
+        """Keys and rows of the table, so many at a time, in no order."""
 
     def edit(self, act: Callable[[Contents], None]) -> None:
         """Has a function change the contents of the table; of all workers, the chief does."""

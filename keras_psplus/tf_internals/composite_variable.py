@@ -79,11 +79,9 @@ class WrittenVariable(CompositeVariable):
     """A composite variable that an update can write to, by values or by rows."""
 
     def _write(self, method: str, value: Any) -> Any:
-        """Answers `assign`, `assign_add` or `assign_sub`."""
         raise NotImplementedError
 
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
-        """Answers `scatter_add`, `scatter_sub` or `scatter_update`."""
         raise NotImplementedError
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:

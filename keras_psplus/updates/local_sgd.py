@@ -25,7 +25,6 @@ from keras_psplus.updates.base import (
 
 # A count by which the host chooses what a replica's step does.
 
-
 _HOST = "CPU:0"
 
 

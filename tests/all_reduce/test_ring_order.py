@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus.all_reduce.topology import auto_topology
-from keras_psplus.planning.links_file import Link, Links
+from keras_psplus.planning import Link, Links
 
 COUNT = 4e6
 

@@ -110,28 +110,18 @@ def test_an_answer_of_another_call_or_process_is_none():
             meant.ask("three")
 
 
-def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
-    with Echo() as echo, ChannelClient(echo.address, None) as client:
-        sent = []
-        mine = session(client, sent=sent)
-        mine.open()
-        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
-        assert mine.ask("x") == "heard x"
-        assert sum("open" in json.loads(text) for text in sent) == 2
-
-
-def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
-    monkeypatch.setattr(channel, "_MOST_SESSIONS", 3)
+def test_a_server_that_forgets_requests_begins_another_session(monkeypatch):
+    monkeypatch.setattr(channel, "_MOST_REQUESTS", 3)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         sent = []
         old = session(client, sent=sent)
         assert old.ask("x") == "heard x"
-        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
         for _ in range(5):
             session(client).ask("y")
-        assert len(echo.gate._seen) == 5
+        assert not echo.gate._seen
         assert client.send(sent[1], 5) == '{"unknown": true}'
         assert old.ask("z") == "heard z" and len(echo.heard) == 7
+        assert sum("open" in json.loads(text) for text in sent) == 2
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):

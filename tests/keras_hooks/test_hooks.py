@@ -150,7 +150,7 @@ def test_doctor_names_what_does_not_fit(capsys, monkeypatch):
     class Renamed:
         pass
 
-    gone = hook.Hook(Renamed, "fit", ["self", "x"], lambda: None, "train", "to test")
+    gone = hook.Hook(Renamed, "fit(self, x)", lambda: None, "train", "to test")
     monkeypatch.setattr("keras_psplus.keras_hooks.HOOKS", (gone,))
     assert main.main(["doctor", "--hooks", "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)

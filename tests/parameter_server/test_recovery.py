@@ -9,10 +9,9 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
-from keras_psplus.parameter_server import membership, worker_function
-from keras_psplus.parameter_server.membership import Members, Reconnection
+from keras_psplus.parameter_server import scheduler, worker_function
 from keras_psplus.parameter_server.queue import Clocks, Closure, ClosureQueue, RemoteWorker
-from keras_psplus.parameter_server.scheduler import Lane
+from keras_psplus.parameter_server.scheduler import Lane, Members, Reconnection, update
 from tests.support.tables import for_each
 
 SECONDS = 20
@@ -68,9 +67,9 @@ def updates(monkeypatch):
         cluster=types.SimpleNamespace(job=[types.SimpleNamespace(name="worker", tasks={0: "a"})])
     )
     stub = types.SimpleNamespace(context=lambda: context, get_server_def=lambda: definition)
-    monkeypatch.setattr(membership, "context", stub)
+    monkeypatch.setattr(scheduler, "context", stub)
     for name in "_SETTLE_SECONDS", "_RETRY_SECONDS", "_ASK_SECONDS":
-        monkeypatch.setattr(membership, name, 0.01)
+        monkeypatch.setattr(scheduler, name, 0.01)
     return state
 
 
@@ -79,7 +78,7 @@ def silent(monkeypatch):
     """Set of the workers that do not respond."""
     silent = set()
     monkeypatch.setattr(
-        membership.stalls,
+        scheduler.stalls,
         "unresponsive_tasks",
         lambda tasks: [n for n in tasks if int(n) in silent],
     )
@@ -273,19 +272,19 @@ def test_a_worker_that_does_not_answer_while_tensorflow_connects(
         updates.may_end.set()
 
     monkeypatch.setenv("GRPC_FAIL_FAST", "use_caller")
-    monkeypatch.setattr(membership, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(membership.step_times, "cut", note_cut)
-    monkeypatch.setattr(membership.failure, "exit_now", note_end)
+    monkeypatch.setattr(scheduler, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(scheduler.step_times, "cut", note_cut)
+    monkeypatch.setattr(scheduler.failure, "exit_now", note_end)
     silent.add(1)
     updates.errors.append(LOST)
     with pytest.raises(tf.errors.UnavailableError):
-        membership.update({0: "a", 1: "b"})
+        update({0: "a", 1: "b"})
     assert set(cut) == {("b", "true")} and os.environ["GRPC_FAIL_FAST"] == "use_caller"
     assert "worker-1 does not answer while TensorFlow connects" in caplog.text
     assert not has_ended.is_set()
-    monkeypatch.setattr(membership, "_GIVE_UP_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler, "_GIVE_UP_SECONDS", 0.0)
     updates.may_end.clear()
-    membership.update({0: "a", 1: "b"})
+    update({0: "a", 1: "b"})
     assert has_ended.is_set()
     assert "and TensorFlow still waits for it" in caplog.text
 

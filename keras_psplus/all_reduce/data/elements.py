@@ -252,11 +252,7 @@ def pipeline_of(dataset: Any, world: batches.World) -> datasets.Pipeline | str:
 
 
 def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> GlobalBatches:
-    """Batches that every worker puts together from all rows, as one process does.
-
-    Args:
-        reason: Why, for the log; may be empty.
-    """
+    """Batches that every worker puts together from all rows, as one process does."""
     spec = dataset.element_spec
 
     def cut(*batch: Any, pads: bool) -> batches.Shards:
@@ -268,11 +264,7 @@ def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> Global
 
 
 def of_own_rows(pipeline: datasets.Pipeline, world: batches.World, seed: int) -> GlobalBatches:
-    """Batches of which every worker maps its own rows only.
-
-    Args:
-        seed: Int, equal on all workers, that unseeded shuffles are given.
-    """
+    """Batches of which every worker maps its own rows only."""
     own_rows = batches.OwnRows(world, pipeline.batch_size, pipeline.is_even)
     # Before the rows are chosen the dataset is the same on all workers, and so are its seeds.
     every_row = seed_shuffles(pipeline.elements, seed)

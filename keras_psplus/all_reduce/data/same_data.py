@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 # Facts about a worker's data, and differences between the workers' facts.
 
-
 POLICY = tf.data.experimental.AutoShardPolicy
 UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
 _INFINITE = int(tf.data.experimental.INFINITE_CARDINALITY)

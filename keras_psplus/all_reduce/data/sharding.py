@@ -152,7 +152,6 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
 
 
 def _exchange(strategy: tf.distribute.Strategy, proposal: _Proposal) -> list[_Proposal]:
-    """The workers' `_Proposal`s, in rank order."""
     control = strategy.extended.control
     if not control:
         return [proposal]
@@ -311,7 +310,6 @@ def _policy_of_shares(
 
 
 def _log_distribution(strategy: tf.distribute.Strategy, how: str) -> None:
-    """Logs on the chief how data are distributed, once for data of the same kind."""
     if not strategy.is_chief:
         return
     info_once(

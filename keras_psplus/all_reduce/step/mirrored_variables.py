@@ -86,11 +86,7 @@ _ROW_READS = _RowReads()
 
 
 def enable_row_reads(variable: Any) -> None:
-    """Gives a mirrored variable the reads of rows that each of its copies has.
-
-    Args:
-        variable: What the strategy has created; others than mirrored ones are left as they are.
-    """
+    """Gives a mirrored variable the reads of rows that each of its copies has."""
     if not isinstance(variable, distributed_values.DistributedVariable):
         return
     if variable._is_mirrored() and variable._packed_var is None:

@@ -170,13 +170,10 @@ class TapeGradients:
         optimizer: keras.optimizers.Optimizer | None,
         wants_parts: bool = False,
     ) -> Summed:
-        """Resolves an optimizer's gradients to replicas' parts or global sums.
-
-        Args:
-            optimizer: The optimizer; None if its compressors cannot be used for this.
-            wants_parts: Whether replicas' parts are wanted even where there are sums.
-        """
-        grads = [tf.convert_to_tensor(g) if _is_variable(g) else g for g in grads]
+        """Resolves an optimizer's gradients to replicas' parts or global sums."""
+        grads = [
+            tf.convert_to_tensor(g) if isinstance(g, (Variable, tf.Variable)) else g for g in grads
+        ]
         if tf.executing_eagerly():
             return self._take_eagerly(grads, wants_parts)
         for call in self._calls:
@@ -248,10 +245,6 @@ class TapeGradients:
             self._is_summing = outer
 
 
-def _is_variable(gradient: Any) -> bool:
-    return isinstance(gradient, (Variable, tf.Variable))
-
-
 # One replica's run of one function, and the synchronization after it.
 #
 # A replica's gradients and means count by its fraction of the batch, `local_rows / global_rows`, so
@@ -266,10 +259,6 @@ _HOST = "CPU:0"
 
 class MirroredReplicaStep(ReplicaStep):
     """Context of one replica's run of one function.
-
-    Args:
-        extended: `MultiWorkerMirroredExtended` whose replica this is.
-        batch: `Batch` that the function gets, or None if its fraction is not known.
 
     Attributes:
         recording: Whether it notes which variables the replica changes by itself.

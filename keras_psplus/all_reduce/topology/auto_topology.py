@@ -7,17 +7,16 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus import text_table
+from keras_psplus import planning, text_table
 from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
 from keras_psplus.log import logger
-from keras_psplus.planning import links_file
-from keras_psplus.planning.links_file import Links
+from keras_psplus.planning import Links
 from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
@@ -37,13 +36,7 @@ _MOST_PASSES, _LEAST_MS = 20, 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """An order of hosts that is better than theirs.
-
-    Attributes:
-        hosts: Their names, in the order in which they should have their ranks.
-        before_ms: Milliseconds of a sum along the ring as it is.
-        after_ms: Those along the ring of this order.
-    """
+    """An order of hosts that is better than theirs."""
 
     hosts: tuple[str, ...]
     before_ms: float
@@ -89,16 +82,12 @@ def ring_ms(
     """
     group_of = {host: number for number, group in enumerate(groups) for host in group}
     slowest, leaving = 0.0, [0.0] * len(groups)
-    for host, following in _edges(order):
+    for host, following in zip(order, [*order[1:], order[0]]):
         ms = _ms(links, host, following, count / len(order))
         slowest = max(slowest, ms)
         if group_of[host] != group_of[following]:
             leaving[group_of[host]] += ms
     return 2 * (len(order) - 1) * max(slowest, *leaving)
-
-
-def _edges(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(order, [*order[1:], order[0]])
 
 
 def _ms(links: Links, host: int, other: int, count: float) -> float:
@@ -107,7 +96,6 @@ def _ms(links: Links, host: int, other: int, count: float) -> float:
 
 
 def _from_nearest(links: Links, first: int) -> list[int]:
-    """Nearest-neighbour order, starting from `first`."""
     order, left = [first], [host for host in range(len(links.hosts)) if host != first]
     while left:
         # A message of some length: neither latency nor bandwidth alone.
@@ -228,11 +216,11 @@ def _exchange_seconds(launcher: Launcher, size: int) -> float:
     return min(found) / _BATCH
 
 
-def as_file(links: MeasuredLinks, names: Sequence[str]) -> links_file.Links:
+def as_file(links: MeasuredLinks, names: Sequence[str]) -> planning.Links:
     """The links in the form of the file that `keras-psplus doctor --links --json` writes."""
-    return links_file.Links(
+    return planning.Links(
         names,
-        {pair: links_file.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
+        {pair: planning.Link(1e3 * link.latency, link.bandwidth) for pair, link in links.items()},
     )
 
 

@@ -123,7 +123,6 @@ def _is_list(value: Any) -> bool:
 
 # Compressors of a topology's hops: one inside groups, one between them.
 
-
 WITHIN, BETWEEN = "within", "between"
 
 

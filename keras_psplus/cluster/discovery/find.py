@@ -23,7 +23,6 @@ from keras_psplus.log import info_once, logger
 # hosts without one from `no_grpc_proxy`, or else from `no_proxy`. (The handshake before TensorFlow
 # starts uses none, so that the cluster would seem to be well.)
 
-
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 _MOST_SHOWN = 4

@@ -85,12 +85,7 @@ class Ranks:
         return addresses
 
     def within(self, size: int, environ: Mapping[str, str]) -> Ranks:
-        """Returns these processes' ranks in a job that others may join.
-
-        Args:
-            size: Number of ranks of the job, with all workers of the range.
-            environ: The environment, with `KERAS_PSPLUS_FIRST_RANK` in processes that join.
-        """
+        """Returns these processes' ranks in a job that others may join."""
         if not environ.get(MIN_WORKERS_VARIABLE) or size <= self.size:
             return self
         text = environ.get(FIRST_RANK_VARIABLE) or "0"
@@ -198,7 +193,6 @@ def per_host(counts: Sequence[int], hosts: Sequence[str], cyclic: bool) -> tuple
 
 # Assignment of a job's ranks to chief, workers and parameter servers.
 
-
 LAYOUT_VARIABLE = "KERAS_PSPLUS_LAYOUT"
 _EXAMPLE = "chief:1,worker:4,ps:2"
 
@@ -273,7 +267,6 @@ def _wrong(text: str, reason: str) -> ClusterConfigError:
 # `KERAS_PSPLUS_LAYOUT` has it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
 # task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
 
-
 KUBERNETES = "kubernetes"
 SUBDOMAIN_VARIABLE = "KERAS_PSPLUS_SUBDOMAIN"
 ROLE_VARIABLE = "KERAS_PSPLUS_ROLE"
@@ -335,7 +328,6 @@ def _of_jobset(environ: Mapping[str, str], index: int, counts: dict[str, int]) -
 
 
 def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, str]:
-    """Common prefix of all pods' names, and their subdomain."""
     name = environ.get("HOSTNAME") or socket.gethostname()
     ending = f"{of_job}-{index}"
     prefix = name.partition(".")[0].removesuffix(ending)
@@ -359,7 +351,6 @@ def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, st
 #
 # Reference: https://slurm.schedmd.com/srun.html, "Output environment variables". Of a heterogeneous
 # step, `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE` have all components.
-
 
 SLURM = "slurm"
 
@@ -472,7 +463,6 @@ def _shown(environ: Mapping[str, str]) -> str:
 # themselves. Processes on one host need none; otherwise `KERAS_PSPLUS_HOSTS` lists the hosts, or
 # under torchrun the processes contact the first one, at MASTER_ADDR (`exchange_hosts`).
 
-
 TORCHRUN, MPI = "torchrun", "mpi"
 _MPI = (
     # Rank, size, local size, name of the job; launcher.
@@ -521,7 +511,6 @@ def _local_size(environ: Mapping[str, str], name: str) -> int | None:
 # handshake of tasks before TensorFlow starts (`handshake`); it reads their hosts from the
 # connections, and answers with all hosts once it knows them. Callers that do not know the job's
 # secret are ignored.
-
 
 _PAUSE, _LOG_EVERY = 0.3, 10.0
 # For those that were told, to say that they have heard it.

@@ -38,11 +38,7 @@ class Account(NamedTuple):
 
 
 class TimeSheet:
-    """Adds up the seconds of this process, and keeps them in a file.
-
-    Args:
-        path: Path of the file; what it has of an earlier start tells which steps are repeated.
-    """
+    """Adds up the seconds of this process, and keeps them in a file."""
 
     def __init__(self, path: pathlib.Path) -> None:
         before = read(path)
@@ -122,12 +118,7 @@ class Goodput:
         self._steps = 0.0
 
     def add(self, account: Account | None, ended: float) -> None:
-        """Adds a start of the job that has ended.
-
-        Args:
-            account: `Account` of the task that leads; None if it has not trained.
-            ended: When all tasks had ended.
-        """
+        """Adds a start of the job that has ended."""
         kind = "restart" if self._starts else "start"
         self._starts += 1
         if account is None or account.began < self._last:

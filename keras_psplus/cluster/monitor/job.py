@@ -26,7 +26,6 @@ from keras_psplus.log import logger
 
 # JSON-lines file to which the launcher and all tasks of a job append.
 
-
 JSON_LOG_VARIABLE = "KERAS_PSPLUS_JSON_LOG"
 
 
@@ -117,7 +116,6 @@ def _of_other(value: Any) -> Any:
 # The launcher writes `job.json` there, and each task its own file. Folders lie below one that
 # belongs to this user alone. The launcher removes its own at the end; one that was killed leaves it
 # behind, for the next one to remove.
-
 
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
 _JOB, _FAILED, _SERVES = "job.json", ".failed", ".serves"
@@ -254,14 +252,6 @@ class JobRecord:
 
     A context: at its beginning the job's folder is made, at its end it is removed. A folder that
     cannot be made or written stops nobody.
-
-    Args:
-        command: The script and its arguments.
-        layout: Numbers of tasks by job type.
-        log_dir: Folder of the tasks' logs.
-        json_log: A `JsonLog`, or None.
-        trace_to: Path of a trace and its number of steps, or None.
-        min_workers: How many of the workers are always there, if others come and go; else None.
     """
 
     def __init__(
@@ -384,7 +374,6 @@ class JobRecord:
             log(goodput.describe(summary))
 
     def _note_account(self) -> None:
-        """Adds the start that has ended to the job's goodput."""
         if self._folder is not None:
             account = goodput.read(account_of(self._folder, self._leads))
             self._has_trained |= account is not None
@@ -408,7 +397,6 @@ class JobRecord:
 
 
 # Requests to the launcher of a running job, by files in the job's folder.
-
 
 _REQUEST, _ANSWER = ".request", ".answer"
 _POLL_SECONDS = 0.05

@@ -51,14 +51,7 @@ class TaskReport:
     def epoch_end(
         self, step: int, epoch: int, logs: dict[str, Any], steps_by_worker: list[int] | None = None
     ) -> None:
-        """Says that an epoch is over.
-
-        Args:
-            step: Number of steps up to now.
-            epoch: Number of the epoch, from 1.
-            logs: What its callbacks get.
-            steps_by_worker: Under parameter servers, steps of the epoch by worker.
-        """
+        """Says that an epoch is over."""
         more = {} if steps_by_worker is None else {"steps_by_worker": steps_by_worker}
         self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs, **more)
 

@@ -17,7 +17,6 @@ from keras_psplus.log import logger
 
 # SIGTERM to a process that trains, or serves one that does.
 
-
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that a task has to save the job after SIGTERM; 0 for none. Not set: as long as it takes.
 GRACE_VARIABLE = "KERAS_PSPLUS_GRACE"

@@ -138,7 +138,6 @@ def _check_in_scope(
 
 # Requested placement of the tables of KerasRS's `DistributedEmbedding`.
 
-
 PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
 # What KerasRS calls the places that `HybridStrategy` knows by other names.
 _KERAS_RS_MIRRORED = "default_device"

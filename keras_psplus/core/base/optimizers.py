@@ -143,7 +143,6 @@ def _function(value: Any) -> Any:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Named objects of a function's closure, globals and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents
@@ -297,7 +296,6 @@ def averaged_with_weights(
 # `compile()` was given is built before the first step. Those of a train_step's own are built here,
 # by what the backup says of them.
 
-
 _KIND, _TRAINS, _VARIABLES = "class", "trains", "variables"
 
 
@@ -344,11 +342,7 @@ def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str]
 
 
 def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Sees that all optimizers of a step can be restored in another process.
-
-    Args:
-        used: The optimizers that steps have built.
-    """
+    """Sees that all optimizers of a step can be restored in another process."""
     reached = {id(unwrapped(one)) for one in optimizers_of(model).values()}
     places, lost = _places(model), []
     for one in map(unwrapped, used):

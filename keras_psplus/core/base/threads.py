@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 # Values and flags that one thread has for as long as a context lasts.
 
-
 T = TypeVar("T")
 
 

@@ -96,9 +96,6 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
 def forms_of(gradients: Grads, variables: Sequence[Any]) -> list[Form | None]:
     """Types of gradients to accumulate, with what turns rows of batches into those of one.
 
-    Args:
-        gradients: The gradients; some may lack a static shape.
-
     Returns:
         List with the `Form` of each gradient, None for None.
     """

@@ -29,7 +29,6 @@ from keras_psplus.tf_internals import framework_ops, registered_kernels
 
 # Operations of a graph that XLA cannot compile.
 
-
 _REFUSED = ("Collective", "While", "StatelessWhile")
 # Their gradients need optional values, of which XLA has none.
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
@@ -161,11 +160,7 @@ class CompiledFunction:
         return [outside for outside, _ in self._graph.captures]
 
     def why_not(self, device: str | None = None) -> str | None:
-        """The reason why XLA cannot compile the function, or None.
-
-        Args:
-            device: Name of the device that it runs on, if its variables may be on others.
-        """
+        """The reason why XLA cannot compile the function, or None."""
         reason = why_not_given([self._flat[i] for i in self._places])
         if reason is not None:
             return reason
@@ -427,7 +422,7 @@ class CompiledCalls:
 
     def run_graph(self, call: Call) -> Any:
         """Runs the graph of a functional model, parts of it in compiled functions."""
-        run = call.get("operation_fn") or _same
+        run = call.get("operation_fn") or (lambda operation: operation)
         if self.is_tracing:
             return call.proceed(operation_fn=functools.partial(self._watched, run))
 
@@ -553,19 +548,10 @@ def _forms(structure: Any) -> tuple[Any, ...]:
         return (str(leaf.shape), leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
 
     leaves = [form(leaf) for leaf in tree.flatten(structure)]
-    return tuple(leaf if _is_hashable(leaf) else id(leaf) for leaf in leaves)
-
-
-def _is_hashable(leaf: Any) -> bool:
-    return getattr(leaf, "__hash__", None) is not None
-
-
-def _same(operation: Any) -> Any:
-    return operation
+    return tuple(id(leaf) if getattr(leaf, "__hash__", None) is None else leaf for leaf in leaves)
 
 
 # Counts compilations of parts of a model: one for each form of their arguments.
-
 
 MOST = 10
 

@@ -323,7 +323,6 @@ def _captured(op: tf.Operation) -> list[tf.Tensor]:
 # Their mean over the replicas is right for what is linear in them, as a mean over micro-batches,
 # and for what is computed row by row, but a norm of one replica's is none of the global batch's.
 
-
 _LOOPS = "While", "StatelessWhile"
 # Types of operations that are linear in all inputs.
 _LINEAR = {

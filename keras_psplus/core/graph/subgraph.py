@@ -89,7 +89,6 @@ def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
 
 # Functions called by operations of a graph, and the data flow in them.
 
-
 ATTRIBUTES = ("f", "then_branch", "else_branch", "branches", "body", "cond")
 # Whose first input is the condition.
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")

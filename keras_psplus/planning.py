@@ -1,21 +1,154 @@
 """Bytes of a step, on links and in memory, and its floor, by arithmetic alone.
 
-Headers, metrics and control messages are not in them. A sum over `n` workers takes each of them
-`2 (n - 1) / n` of a payload in either direction; where payloads cannot be summed on their way, each
-worker gets `n - 1` of them.
+Nothing here imports TensorFlow. Headers, metrics and control messages are not in them. A sum over
+`n` workers takes each of them `2 (n - 1) / n` of a payload in either direction; where payloads
+cannot be summed on their way, each worker gets `n - 1` of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keras_psplus import text_table
 
-# Traits of an entry: messages and their receivers, which determine bytes and rounds.
+# The file of measured links: what `keras-psplus doctor --links --json` writes, `plan` reads.
 
+
+class Link(NamedTuple):
+    """One pair of hosts.
+
+    Attributes:
+        latency_ms: Milliseconds that a short message takes.
+        bits_per_second: Each way.
+    """
+
+    latency_ms: float
+    bits_per_second: float
+
+
+class Links(NamedTuple):
+    """The links of a cluster.
+
+    Attributes:
+        hosts: Names of the hosts, in the order of their ranks.
+        links: Dict from pairs of places in `hosts`, the smaller one first, to `Link`.
+    """
+
+    hosts: Sequence[str]
+    links: Mapping[tuple[int, int], Link]
+
+    @property
+    def ring(self) -> list[int]:
+        """Places in `hosts` in the order in which TensorFlow's rings go round them.
+
+        It is that of the tasks' names as text, in which task 10 comes before task 2. A first host
+        that is named as a chief is one, and the others are workers.
+        """
+        chiefs = 1 if self.hosts[0].startswith("chief") else 0
+        return sorted(range(len(self.hosts)), key=lambda rank: (rank >= chiefs, str(rank - chiefs)))
+
+    @property
+    def slowest_of_ring(self) -> Link:
+        """The longest latency and the least rate between neighbours of a ring."""
+        ring = self.ring
+        neighbours = [self.links[min(pair), max(pair)] for pair in zip(ring, ring[1:] + ring[:1])]
+        return Link(
+            max(link.latency_ms for link in neighbours),
+            min(link.bits_per_second for link in neighbours),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "hosts": list(self.hosts),
+            "links": [
+                {
+                    "hosts": [self.hosts[i], self.hosts[j]],
+                    "latency_ms": link.latency_ms,
+                    "bits_per_second": link.bits_per_second,
+                }
+                for (i, j), link in self.links.items()
+            ],
+        }
+
+
+def read_links(path: str | os.PathLike[str]) -> Links:
+    """Reads and checks a file of links.
+
+    Args:
+        path: Path of a file such as
+
+            {"hosts": ["worker-0", "worker-1"],
+             "links": [{"hosts": ["worker-0", "worker-1"], "latency_ms": 0.9,
+                        "bits_per_second": 9.4e8}]}
+    """
+    try:
+        text = pathlib.Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the links cannot be read: {error}. Received: {str(path)!r}") from None
+    return parse_links(text, str(path))
+
+
+def parse_links(text: str, source: str) -> Links:
+    """Reads and checks a text, with errors as of `read_links`."""
+    try:
+        given = json.loads(text)
+        hosts, rows = given["hosts"], given["links"]
+        named = [(row["hosts"], row["latency_ms"], row["bits_per_second"]) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            "a file of links is what `keras-psplus doctor --links --json` prints: an object with "
+            '"hosts", and "links" that each have "hosts", "latency_ms" and "bits_per_second". '
+            f"{type(error).__name__}: {error}. Received: {source}"
+        ) from None
+    problem = _problem(hosts, named)
+    if problem:
+        raise ValueError(f"the links do not fit: {problem}. Received: {source}")
+    place = {host: i for i, host in enumerate(hosts)}
+    links = {
+        (min(place[a], place[b]), max(place[a], place[b])): Link(float(latency), float(rate))
+        for (a, b), latency, rate in named
+    }
+    return Links(hosts, dict(sorted(links.items())))
+
+
+def _problem(hosts: Any, named: Sequence[tuple[Any, Any, Any]]) -> str | None:
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        return f'"hosts" is a list of names, and not {hosts!r}'
+    if len(hosts) < 2 or len(set(hosts)) < len(hosts):
+        return f"it takes two hosts or more, each named once, and not {hosts}"
+    seen = set()
+    for pair, latency, rate in named:
+        if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1]:
+            return f"a link is between two hosts, and not {pair!r}"
+        unknown = [host for host in pair if host not in hosts]
+        if unknown:
+            return f'{unknown[0]!r} is not among "hosts"'
+        if frozenset(pair) in seen:
+            return f"{pair[0]} and {pair[1]} are there twice"
+        seen.add(frozenset(pair))
+        if not _is_number(latency) or latency < 0:
+            return f'"latency_ms" of {pair[0]} and {pair[1]} is 0 or more, and not {latency!r}'
+        if not _is_number(rate) or rate <= 0:
+            return f'"bits_per_second" of {pair[0]} and {pair[1]} is above 0, and not {rate!r}'
+    missing = [p for p in itertools.combinations(hosts, 2) if frozenset(p) not in seen]
+    if missing:
+        others = f", and {len(missing) - 1} other pair(s)" if len(missing) > 1 else ""
+        return f"{' and '.join(missing[0])} are missing{others}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# Traits of an entry: messages and their receivers, which determine bytes and rounds.
 
 _PATHS: dict[str | None, str] = {
     "MultiWorkerMirroredStrategy": "all_reduce",
@@ -66,16 +199,13 @@ class Traits:
     def loses(self) -> str:
         """Differences from the training of one process; `"exact"` if there are none."""
         lossy = [c for c in (self.compression, self.rows, self.pull) if c not in (None, "factors")]
-        words = []
-        if not self.waits or self.prefetch:
-            words.append("stale")
-        if self.updates == "local":
-            words.append("local steps")
-        if self.updates == "accumulate":
-            words.append(f"batch x{self.every}")
-        if lossy:
-            words.append("lossy")
-        return ", ".join(words) or "exact"
+        found = {
+            "stale": not self.waits or self.prefetch,
+            "local steps": self.updates == "local",
+            f"batch x{self.every}": self.updates == "accumulate",
+            "lossy": bool(lossy),
+        }
+        return ", ".join(word for word, is_so in found.items() if is_so) or "exact"
 
 
 def traits_of(strategy: str | None, arguments: Mapping[str, Any]) -> Traits:
@@ -240,8 +370,7 @@ def links(traits: Traits, work: Work, workers: int, ps: int) -> dict[str, tuple[
         ps: Number of parameter servers, which share evenly.
 
     Returns:
-        Dict from `"worker"` and, if there are servers, `"ps"` to the bytes that one of them sends
-        and receives.
+        Bytes that a `"worker"` and, if there are servers, a `"ps"` sends and receives.
     """
     between, up, down = flows(traits, work, workers)
     of_worker = {"worker": (up + between, down + between)}
@@ -321,7 +450,6 @@ def goes_as_factors(variable: Variable, compression: str | None, workers: int) -
 
 
 def _is_served(table: Table) -> bool:
-    """Whether a table of `HybridStrategy` lies on the servers."""
     return WORD * table.elements >= _LEAST_TABLE
 
 
@@ -383,7 +511,6 @@ def _of_layer(variable: Variable, workers: int) -> float:
 
 
 def _looked_up(work: Work, workers: int) -> float:
-    """Bytes of looked up rows of tables that are cut by vocabulary."""
     rows = sum(table.rows_of(1) * table.dim for table in work.tables)
     return 2 * (workers - 1) * WORD * rows
 
@@ -429,21 +556,12 @@ def _rows(
 
 # The plan: bytes, memory, rounds and a floor of each entry, for one model.
 
-
 _TITLES = ("entry", "MB sent", "received", "rounds", "MB memory", "floor ms", "loses")
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Measurements of a model in one process.
-
-    Attributes:
-        batch_rows: Rows of the script's batches.
-        rows: Rows of one worker's.
-        step_ms: Milliseconds of a step with one worker's.
-        single_ms: Milliseconds of a step with the script's batches.
-        work: Gradients that a worker sends in a step.
-    """
+    """Measurements of one process: of a worker's rows, and of the script's batches."""
 
     model: str
     batch_rows: int
@@ -468,9 +586,7 @@ class Cluster:
     """Cluster that a plan is made for.
 
     Attributes:
-        ps: Number of parameter servers.
         bits_per_second: Of each task's link, each way.
-        delay_ms: From host to host.
         memory: Bytes of a worker's memory; None if they do not count.
     """
 
