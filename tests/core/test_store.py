@@ -1,4 +1,4 @@
-"""Which backups of a folder count, in which order their parts are read and deleted."""
+"""Backups of a folder that count, and the order in which their parts are read and deleted."""
 
 import os
 import pathlib

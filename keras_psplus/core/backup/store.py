@@ -41,7 +41,7 @@ from keras_psplus.log import logger
 WEIGHTS, METADATA = "latest.weights.h5", "training_metadata.json"
 SEEDS, TRAINING = "seed_generators.json", "training_state.npz"
 _MANIFEST, _FORMAT = "manifest.json", 2
-# What versions before this format had in the folder itself.
+# Names that versions before this format had in the folder itself.
 _FORMER = "digests.json", "complete"
 _OF_KERAS = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(METADATA)})(\.bkp)?")
 _CUT_SHORT = re.compile(rf"\.{LATEST}\.[0-9a-f]{{32}}")
@@ -52,7 +52,7 @@ _OTHERS = re.compile(
 _ENDED = re.compile(r"ENDED-[0-9a-f]{8}")
 # Set by Slurm for jobs that it starts again.
 _SLURM_JOB, _SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
-# What the files have beside the numbers, in bytes.
+# Bytes of the files beside those of the numbers.
 _OVERHEAD, _OVERHEAD_OF_VARIABLE = 1 << 15, 1 << 12
 _ERRORS: tuple[type[Exception], ...] = (*integrity.ERRORS, ValueError)
 # Folders with backups of a `fit` that has ended, by which start of the job it may be.
@@ -391,7 +391,7 @@ def _prune(folder: str) -> None:
     """Removes folders of backups that nothing names."""
     names = latest(folder)
     needed = {os.path.basename(path) for path in ([] if names else _in_use(folder))}.union(names)
-    # What there was before the first that counts is needed no more.
+    # Nothing from before the first that counts is needed any more.
     replaced = (_ENDED, _OF_KERAS, _CUT_SHORT) if names else ()
     for name in _names(folder):
         is_unnamed = BACKUP.fullmatch(name) and name not in needed
