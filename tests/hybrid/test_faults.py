@@ -151,7 +151,7 @@ def test_a_backup_of_which_a_server_has_lost_rows_is_passed_over(tmp_path):
 
     whole, _ = trained("first")
     backup = tmp_path / "backup"
-    stem = json.loads((backup / "tables.json").read_text())["stem"]
+    stem = json.loads((backup / latest(str(backup))[0] / "tables.json").read_text())["stem"]
     (path,) = backup.glob(f"{stem}-0-of-1.data-00000-*")
     flip(path)
     resumed, log = trained("second")

@@ -79,7 +79,7 @@ def train(
             history = model.fit(x, y, **fit, callbacks=callbacks)
         except Interrupted:
             return {}
-    assert not folder or not pathlib.Path(folder).exists()
+    assert not folder or not pathlib.Path(folder, "LATEST").exists()
     assert history.epoch == list(range(EPOCHS)), history.epoch
     return model, {"iterations": model.optimizer.iterations.numpy(), **history.history}
 
