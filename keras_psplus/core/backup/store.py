@@ -77,7 +77,7 @@ class Backup(TypedDict):
 
 
 def take(folder: str, owner: str) -> None:
-    """Makes this process the folder's owner, of what an earlier start of this job has kept, too.
+    """Makes this process the folder's owner; takes up what this job has kept.
 
     Args:
         owner: Name of this process, for others.
@@ -189,7 +189,7 @@ def warn_of_previous(folder: str, problems: Iterable[str], backup: Backup) -> No
 
 
 def worker_files_in_use(folder: str) -> list[str] | None:
-    """Names of the workers' files that backups need; None if that is not known."""
+    """Names of the workers' files that backups need; None if unknown."""
     try:
         return sorted({name for p in _in_use(folder) for name in _manifest(p)["worker_files"]})
     except _ERRORS:
@@ -197,7 +197,7 @@ def worker_files_in_use(folder: str) -> list[str] | None:
 
 
 def stems_in_use(folder: str) -> list[str] | None:
-    """Beginnings of the names of servers' files that backups need; None if that is not known."""
+    """Beginnings of the names of servers' files that backups need; None if unknown."""
     try:
         lists = [read_list(path) for path in _in_use(folder)]
     except _ERRORS:
@@ -206,7 +206,7 @@ def stems_in_use(folder: str) -> list[str] | None:
 
 
 def path_of_training(folder: str) -> str | None:
-    """The last backup with the state of a `fit`, or None; whether it is whole is not looked at."""
+    """The last backup, whole or not, if it has the state of a `fit`, else None."""
     with contextlib.suppress(*_ERRORS):
         for name in latest(folder)[:1]:
             if file_utils.exists(file_utils.join(folder, name, TRAINING)):
@@ -257,7 +257,7 @@ def _bytes(path: str) -> bytes:
 def written(
     folder: str, worker_files: dict[str, str], needed: int, keeps_previous: bool = False
 ) -> Iterator[str]:
-    """Context in which a backup's files are written to a new folder; from its end on, it counts.
+    """Context in which a backup is written to a new folder, which counts in the end.
 
     Args:
         worker_files: Dict from names to digests of the files that workers have written for it.
@@ -308,7 +308,7 @@ def _count(folder: str, names: list[str]) -> None:
 
 
 def use(folder: str, backup: Backup) -> None:
-    """Has a backup count as the last one, in the place of a newer one that is not whole.
+    """Has a backup count as the last one, as a newer one is not whole.
 
     Raises:
         OSError: If that cannot be written.
@@ -344,7 +344,7 @@ def translate_file_errors(
 
 
 def end(folder: str) -> bool:
-    """Deletes the backups of a `fit` that has ended, at the script's good end if there is a job.
+    """Deletes the backups of an ended `fit`; in a job, when the script has ended well.
 
     What comes after `fit` may fail, and a launcher starts the script again: it would train
     everything once more, and so takes this backup up again.
@@ -368,7 +368,7 @@ def end(folder: str) -> bool:
 
 
 def delete(folder: str) -> None:
-    """Deletes what this library and Keras have made in a folder; and the folder, if it is empty.
+    """Deletes this library's and Keras's files in a folder, and the folder if it is empty.
 
     Raises:
         OSError: If it cannot. What is left is no backup.
