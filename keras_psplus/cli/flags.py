@@ -250,7 +250,7 @@ def _foreign_calls(path: str, script: str) -> list[str]:
     """Warnings of calls by which each task would train alone, or not at all."""
     if "tf_keras" in script or os.environ.get("TF_USE_LEGACY_KERAS") == "1":
         return []
-    found = {}
+    found: dict[str, tuple[int, str, str]] = {}
     for number, line in enumerate(script.splitlines(), 1):
         for pattern, ours in _FOREIGN.items():
             if call := re.search(pattern, line.partition("#")[0]):

@@ -105,7 +105,7 @@ def check(
     tasks = plan_tasks(workers=len(hosts), hosts=way.addresses)
     way.place(tasks)
     ports = _ports(tasks)
-    first = {}
+    first: dict[str, int] = {}
     for rank, task in enumerate(tasks):
         first.setdefault(split_address(task.config.address or "")[0], rank)
     names = list(first)
