@@ -18,9 +18,9 @@ from tests.support.tables import for_each
 SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
 # What the programs of these show is tested elsewhere, in less time.
 DEAR = (
-    *("docs/dynamic_tables.md", "docs/howto/big_datasets.md", "docs/howto/custom_loops.md"),
-    *("docs/howto/keras_libraries.md", "docs/howto/notebooks_and_trackers.md"),
-    *("docs/howto/streams.md", "docs/hybrid.md", "docs/hybrid_saving.md", "docs/monitoring.md"),
+    *("docs/dynamic_tables.md", "docs/big_datasets.md", "docs/custom_loops.md"),
+    *("docs/keras_libraries.md", "docs/notebooks_and_trackers.md"),
+    *("docs/streams.md", "docs/hybrid.md", "docs/hybrid_saving.md", "docs/monitoring.md"),
     *("docs/pipeline.md", "docs/testing.md"),
 )
 PROGRAMS = [
