@@ -16,7 +16,7 @@ from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 from tests.support.tables import for_each
 
-# What is behind a fence says how the block is checked; see docs/testing.md.
+# What is behind a fence says how the block is checked; see tests/README.md.
 LANGUAGES = {
     *("python", "program", "shell", "console", "bash", "yaml", "json", "text"),
     *("diff", "mermaid", "file"),
