@@ -22,7 +22,7 @@ import threading
 import time
 import types
 
-from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch
+from keras_psplus.all_reduce.liveness import HeartbeatWatch
 from keras_psplus.cluster import handshake, preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.ports import free_ports

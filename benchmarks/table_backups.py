@@ -26,8 +26,8 @@ import tensorflow as tf
 from lab import counted_job
 
 import keras_psplus as psp
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
+from keras_psplus.hybrid.server.shard import DynamicShard
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.row_optimizer import config_of
 

@@ -25,7 +25,7 @@ TOKEN, AGREED = "token", "agreed"
 def serve(cluster, core, sync):
     """The process with the server."""
     _stay_on(core)
-    from keras_psplus.cluster.channel.sessions import Secret
+    from keras_psplus.cluster.channel import Secret
     from keras_psplus.cluster.config import TaskConfig
     from keras_psplus.hybrid.server.table_server import TableServer
 
@@ -75,7 +75,7 @@ class Remote:
         import keras
         import tensorflow as tf
 
-        from keras_psplus.cluster.channel.sessions import Secret
+        from keras_psplus.cluster.channel import Secret
         from keras_psplus.hybrid.servers import Servers
         from keras_psplus.hybrid.tables import table as table_module
         from keras_psplus.tables.row_optimizer import config_of

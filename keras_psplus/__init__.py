@@ -21,11 +21,11 @@ _EXPORTS = {
     "PipelineStrategy": "keras_psplus.pipeline",
     "SidecarEvaluator": "keras_psplus.sidecar_evaluator",
     "TensorLayout": "keras_psplus.tensor_parallel",
-    "single_process": "keras_psplus.core.models.live",
+    "single_process": "keras_psplus.core.live",
     "stage": "keras_psplus.pipeline",
     "strategy_from_env": "keras_psplus.catalogue",
     "task_type": "keras_psplus.cluster.discovery.find",
-    "unit": "keras_psplus.core.models.building",
+    "unit": "keras_psplus.core.models",
 }
 
 # Modules that `import keras_psplus` need not import, but whose contents can be used after it.

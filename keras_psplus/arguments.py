@@ -14,11 +14,7 @@ MOST_SECONDS = 2_000_000
 
 
 def whole_number(name: str, value: Any, least: int, multiple_of: int = 1, most: int = MOST) -> int:
-    """Returns an argument as an int.
-
-    Raises:
-        ValueError: If it is no int from `least` up, or no multiple, or above `most`.
-    """
+    """Returns an argument as an int."""
     good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not good or value < least or value % multiple_of:
         multiple = f" and a multiple of {multiple_of}" if multiple_of > 1 else ""
@@ -36,9 +32,6 @@ def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> 
     Args:
         allowed: What it may be, for the message.
         holds: Function of a number that tells whether it may be this.
-
-    Raises:
-        ValueError: If it is no number, or not one of these.
     """
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
@@ -51,11 +44,7 @@ def number(name: str, value: Any, allowed: str, holds: Callable[[Any], Any]) -> 
 
 
 def seconds(name: str, value: Any, or_none: bool = False) -> Any:
-    """Returns a number of seconds as it is.
-
-    Raises:
-        ValueError: If it is not positive, or more than timers can count.
-    """
+    """Returns a number of seconds as it is."""
     if value is None and or_none:
         return None
     allowed = f"a positive number of seconds, at most {MOST_SECONDS}{', or None' * or_none}"
@@ -63,22 +52,14 @@ def seconds(name: str, value: Any, or_none: bool = False) -> Any:
 
 
 def text(name: str, value: Any) -> str | None:
-    """Returns a text, or None as it is.
-
-    Raises:
-        ValueError: If it is something else, or empty.
-    """
+    """Returns a text, or None as it is."""
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"`{name}` must be a text, or None. Received: {name}={shown(value)}")
     return value
 
 
 def folder(name: str, value: Any) -> str | os.PathLike[str] | None:
-    """Returns a path, or None as it is.
-
-    Raises:
-        ValueError: If it is something else, or empty.
-    """
+    """Returns a path, or None as it is."""
     path: Any = os.fspath(value) if isinstance(value, os.PathLike) else value
     if value is not None and not (isinstance(path, str) and path and "\0" not in path):
         raise ValueError(
@@ -93,9 +74,6 @@ def flag(name: str, value: Any, default: bool | None = None) -> bool:
 
     Args:
         default: What None stands for; without it, None is refused.
-
-    Raises:
-        ValueError: If it is something else.
     """
     if value is None and default is not None:
         return default

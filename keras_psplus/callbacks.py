@@ -21,9 +21,11 @@ from keras_psplus.cluster.monitor.goodput import EVALUATION
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.task_report import TaskReport
 from keras_psplus.communication import Communication, Totals, ratio
-from keras_psplus.log import warn_once
+from keras_psplus.files import ownership
+from keras_psplus.log import logger, warn_once
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
-from keras_psplus.tables.versions import VersionWriter
+from keras_psplus.tables.versions import VersionWriter, translated
+from keras_psplus.tables.versions import read as read_versions
 
 __all__ = ["CommunicationMonitor", "PublishTables"]
 
@@ -201,7 +203,6 @@ class CommunicationMonitor(keras.callbacks.Callback):
 
 # Publication of dynamic tables while they are trained.
 
-
 _EPOCH = "epoch"
 
 
@@ -210,8 +211,10 @@ class PublishTables(keras.callbacks.Callback):
 
     The first version has all rows, the ones after it those that steps have changed since, and the
     keys that have expired; now and then all rows are written again. A reader finds a version once
-    all of it is on the disk: a kill at any moment leaves the last one. With servers, the chief
-    writes what they send it; training waits in the meantime.
+    all of it is on the disk: a kill at any moment leaves the last one. Where a version cannot be
+    written, as the disk is full, a warning says so, once, and training goes on; the next one has
+    what is missing. With servers, the chief writes what they send it; training waits in the
+    meantime.
 
     Args:
         folder: Path of a folder for the tables of this model alone.
@@ -219,6 +222,7 @@ class PublishTables(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `every` is neither, the model has no dynamic table, or the folder has others.
+        OSError: As training begins, if the folder cannot be written, or another job writes to it.
 
     Example:
 
@@ -241,6 +245,11 @@ class PublishTables(keras.callbacks.Callback):
         self._tables: list[KeyedVariable] = []
         self._marks: list[Any] = []
         self._steps, self._last_batch = 0, -1
+        self._publishes = True
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._take()
+        read_versions(self.folder)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._last_batch = -1
@@ -250,19 +259,39 @@ class PublishTables(keras.callbacks.Callback):
         self._steps += batch - self._last_batch if batch > self._last_batch else batch + 1
         self._last_batch = batch
         if self._every is not None and self._steps >= self._every:
-            self.publish()
+            self._publish()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._every is None:
-            self.publish()
+            self._publish()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._steps:
+            self._publish()
+        ownership.release(self.folder)
+
+    def _publish(self) -> None:
+        try:
             self.publish()
+        except OSError as error:
+            if self._publishes:
+                logger.warning("training goes on and publishes nothing for now: %s", error)
+            self._publishes = False
+        else:
+            self._publishes = True
+
+    def _take(self) -> None:
+        with translated(self.folder):
+            ownership.claim(self.folder, "PublishTables", "folder")
 
     def publish(self) -> None:
-        """Writes a version now."""
+        """Writes a version now.
+
+        Raises:
+            OSError: If it cannot be written, or another job publishes to the folder.
+        """
         self._steps = 0
+        self._take()
         tables = [v for v in self.model.variables if is_keyed(v)]
         if self._writer is None or any(a is not b for a, b in zip(tables, self._tables)):
             self._begin(tables)

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -33,13 +34,7 @@ PLAN_REQUEST_VARIABLE = "KERAS_PSPLUS_PLAN"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A named strategy.
-
-    Attributes:
-        title: What `keras-psplus run --list` says of it.
-        strategy: Name of its class in this library; None for TensorFlow's default strategy.
-        arguments: Arguments of the class.
-    """
+    """A named strategy."""
 
     title: str
     strategy: str | None = None
@@ -55,9 +50,6 @@ class Entry:
 
     def problem_with(self, options: Iterable[str]) -> str | None:
         """Finds out why the entry does not take options.
-
-        Args:
-            options: Some of the keys of `OPTION_VARIABLES`.
 
         Returns:
             What goes after the entry's name in a sentence, or None if it takes them.
@@ -79,129 +71,70 @@ class Entry:
         return None
 
 
-_ALL_REDUCE = "MultiWorkerMirroredStrategy"
+def _arguments(texts: Iterable[str]) -> dict[str, str | int]:
+    pairs = (text.split("=") for text in texts)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
 _SERVERS = "ParameterServerStrategy"  # whose workers may come and go
-_HYBRID = "HybridStrategy"
 _PIPELINE = "PipelineStrategy"
 _TENSORS = "ModelParallelStrategy"
 
+# Name, class in this library (- for TensorFlow's default strategy) and its arguments; what
+# `keras-psplus run --list` says.
+_TABLE = """
+accumulated_all_reduce MultiWorkerMirroredStrategy updates=accumulate:4
+    Synchronous data parallelism, gradients of four batches sent and applied as one.
+accumulated_parameter_server ParameterServerStrategy updates=accumulate:4
+    Asynchronous parameter servers, gradients of four batches sent and applied as one.
+all_reduce MultiWorkerMirroredStrategy
+    Synchronous data parallelism: float32 gradients, one all-reduce for every step.
+all_reduce_bf16 MultiWorkerMirroredStrategy compression=bf16
+    Synchronous data parallelism, gradients sent in bfloat16: half the bytes.
+all_reduce_factors MultiWorkerMirroredStrategy compression=factors
+    Synchronous data parallelism, gradients sent as the factors that they are products of.
+all_reduce_factors_bf16 MultiWorkerMirroredStrategy compression=factors:bf16
+    Synchronous data parallelism, gradients sent as their factors in bfloat16.
+all_reduce_int8 MultiWorkerMirroredStrategy compression=int8
+    Synchronous data parallelism, gradients sent as bytes: a quarter of float32.
+all_reduce_powersgd MultiWorkerMirroredStrategy compression=powersgd:4
+    Synchronous data parallelism, gradients sent as matrices of rank 4 (PowerSGD).
+all_reduce_topk MultiWorkerMirroredStrategy compression=topk:0.01
+    Synchronous data parallelism, the largest hundredth of each gradient (top-k).
+async_parameter_server ParameterServerStrategy
+    Asynchronous parameter servers: every worker's step reads and updates without waiting.
+async_parameter_server_int8 ParameterServerStrategy compression=int8 pull_compression=bf16
+    Asynchronous parameter servers: gradients as bytes, variables read in bfloat16.
+diloco MultiWorkerMirroredStrategy updates=diloco:32 compression=int8
+    Workers step alone; every 32 steps an outer optimizer steps along their mean way (DiLoCo).
+fsdp MultiWorkerMirroredStrategy shard=all
+    Synchronous data parallelism; each worker keeps a share of weights and state (FSDP, ZeRO-3).
+hybrid HybridStrategy
+    Large embeddings on parameter servers, by rows; everything else all-reduced.
+local_sgd MultiWorkerMirroredStrategy updates=local_sgd:8
+    Workers step alone, and their weights are averaged every eight steps (local SGD).
+local_sgd_parameter_server ParameterServerStrategy updates=local_sgd:8
+    Asynchronous parameter servers whose workers take eight steps alone between two messages.
+pipedream PipelineStrategy microbatches=4 schedule=pipedream
+    The model in stages, with two batches under way: gradients are one update old (PipeDream-2BW).
+pipeline PipelineStrategy microbatches=4
+    The model in stages, one on each worker, with four micro-batches to a batch (1F1B).
+pipeline_gpipe PipelineStrategy microbatches=4 schedule=gpipe
+    The model in stages, one on each worker, with four micro-batches to a batch (GPipe).
+single -
+    One process on one device, as plain Keras trains.
+stale_sync_parameter_server ParameterServerStrategy max_staleness=3
+    Stale-synchronous parameter servers: no worker is more than three steps ahead of another.
+sync_parameter_server ParameterServerStrategy mode=sync
+    Synchronous parameter servers: all workers take each step together, as one process would.
+tensor_parallel ModelParallelStrategy layout_map=auto
+    Tensor parallelism: all workers compute each layer together, each with a part of its weights.
+zero MultiWorkerMirroredStrategy shard=optimizer
+    Synchronous data parallelism; each worker keeps a share of the optimizer's state (ZeRO).
+"""
 ENTRIES = {
-    "accumulated_all_reduce": Entry(
-        "Synchronous data parallelism, gradients of four batches sent and applied as one.",
-        _ALL_REDUCE,
-        {"updates": "accumulate:4"},
-    ),
-    "accumulated_parameter_server": Entry(
-        "Asynchronous parameter servers, gradients of four batches sent and applied as one.",
-        _SERVERS,
-        {"updates": "accumulate:4"},
-    ),
-    "all_reduce": Entry(
-        "Synchronous data parallelism: float32 gradients, one all-reduce for every step.",
-        _ALL_REDUCE,
-    ),
-    "all_reduce_bf16": Entry(
-        "Synchronous data parallelism, gradients sent in bfloat16: half the bytes.",
-        _ALL_REDUCE,
-        {"compression": "bf16"},
-    ),
-    "all_reduce_factors": Entry(
-        "Synchronous data parallelism, gradients sent as the factors that they are products of.",
-        _ALL_REDUCE,
-        {"compression": "factors"},
-    ),
-    "all_reduce_factors_bf16": Entry(
-        "Synchronous data parallelism, gradients sent as their factors in bfloat16.",
-        _ALL_REDUCE,
-        {"compression": "factors:bf16"},
-    ),
-    "all_reduce_int8": Entry(
-        "Synchronous data parallelism, gradients sent as bytes: a quarter of float32.",
-        _ALL_REDUCE,
-        {"compression": "int8"},
-    ),
-    "all_reduce_powersgd": Entry(
-        "Synchronous data parallelism, gradients sent as matrices of rank 4 (PowerSGD).",
-        _ALL_REDUCE,
-        {"compression": "powersgd:4"},
-    ),
-    "all_reduce_topk": Entry(
-        "Synchronous data parallelism, the largest hundredth of each gradient (top-k).",
-        _ALL_REDUCE,
-        {"compression": "topk:0.01"},
-    ),
-    "async_parameter_server": Entry(
-        "Asynchronous parameter servers: every worker's step reads and updates without waiting.",
-        _SERVERS,
-    ),
-    "async_parameter_server_int8": Entry(
-        "Asynchronous parameter servers: gradients as bytes, variables read in bfloat16.",
-        _SERVERS,
-        {"compression": "int8", "pull_compression": "bf16"},
-    ),
-    "diloco": Entry(
-        "Workers step alone; every 32 steps an outer optimizer steps along their mean way "
-        "(DiLoCo).",
-        _ALL_REDUCE,
-        {"updates": "diloco:32", "compression": "int8"},
-    ),
-    "fsdp": Entry(
-        "Synchronous data parallelism; each worker keeps a share of weights and state (FSDP, "
-        "ZeRO-3).",
-        _ALL_REDUCE,
-        {"shard": "all"},
-    ),
-    "hybrid": Entry(
-        "Large embeddings on parameter servers, by rows; everything else all-reduced.", _HYBRID
-    ),
-    "local_sgd": Entry(
-        "Workers step alone, and their weights are averaged every eight steps (local SGD).",
-        _ALL_REDUCE,
-        {"updates": "local_sgd:8"},
-    ),
-    "local_sgd_parameter_server": Entry(
-        "Asynchronous parameter servers whose workers take eight steps alone between two messages.",
-        _SERVERS,
-        {"updates": "local_sgd:8"},
-    ),
-    "pipedream": Entry(
-        "The model in stages, with two batches under way: gradients are one update old "
-        "(PipeDream-2BW).",
-        _PIPELINE,
-        {"microbatches": 4, "schedule": "pipedream"},
-    ),
-    "pipeline": Entry(
-        "The model in stages, one on each worker, with four micro-batches to a batch (1F1B).",
-        _PIPELINE,
-        {"microbatches": 4},
-    ),
-    "pipeline_gpipe": Entry(
-        "The model in stages, one on each worker, with four micro-batches to a batch (GPipe).",
-        _PIPELINE,
-        {"microbatches": 4, "schedule": "gpipe"},
-    ),
-    "single": Entry("One process on one device, as plain Keras trains."),
-    "stale_sync_parameter_server": Entry(
-        "Stale-synchronous parameter servers: no worker is more than three steps ahead of another.",
-        _SERVERS,
-        {"max_staleness": 3},
-    ),
-    "sync_parameter_server": Entry(
-        "Synchronous parameter servers: all workers take each step together, as one process would.",
-        _SERVERS,
-        {"mode": "sync"},
-    ),
-    "tensor_parallel": Entry(
-        "Tensor parallelism: all workers compute each layer together, each with a part of "
-        "its weights.",
-        _TENSORS,
-        {"layout_map": "auto"},
-    ),
-    "zero": Entry(
-        "Synchronous data parallelism; each worker keeps a share of the optimizer's state (ZeRO).",
-        _ALL_REDUCE,
-        {"shard": "optimizer"},
-    ),
+    name: Entry(title, strategy.removeprefix("-") or None, _arguments(rest.split()))
+    for name, strategy, rest, title in re.findall(r"^(\w+) (\S+)(.*)\n +(.*)$", _TABLE, re.M)
 }
 # The entries that the others of their classes are variants of.
 _PLAIN = {entry.strategy: name for name, entry in ENTRIES.items() if not entry.arguments}
@@ -266,9 +199,6 @@ def find(strategy: str) -> Entry | None:
     Args:
         strategy: An entry's name, e.g. `"all_reduce"`, or the path of a `.py` file that defines
             `strategy()`.
-
-    Raises:
-        ValueError: If there is no such entry or file; the message lists the entries.
     """
     if strategy.endswith(".py") or os.sep in strategy:
         path = pathlib.Path(strategy).expanduser()
@@ -315,7 +245,6 @@ def _function_of(strategy: str) -> Callable[..., Any]:
 
 
 def _problem_with(function: Callable[..., Any], options: Iterable[str]) -> str | None:
-    """Finds out why a function of the user's own does not take options."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -355,9 +284,6 @@ def fill(name: str, **given: Any) -> tuple[Any, ...]:
     fill("MultiWorkerMirroredStrategy", compression=None, updates="accumulate:2")
     # ("int8", "accumulate:2")
     ```
-
-    Raises:
-        ClusterConfigError: If workers are to come and go, and the strategy needs all of them.
     """
     if name != _SERVERS:
         _refuse_range(name)
@@ -396,7 +322,6 @@ def _refuse_range(name: str) -> None:
 
 
 def _say(log: Callable[..., None], line: str, received: str | None = None) -> None:
-    """Logs a line once, where the job has its log."""
     task = read_task_config()
     if task is None or task.is_chief:
         log("%s", line if received is None else f"{line}. Received: {received}")

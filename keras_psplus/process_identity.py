@@ -31,11 +31,7 @@ def birth_of(pid: int) -> int | None:
 
 
 def state_of(pid: int, birth: int | None) -> str:
-    """State of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`.
-
-    Args:
-        birth: What `birth_of` has returned for it.
-    """
+    """State of a process: `RUNNING`, `STOPPED` (by a signal) or `ENDED`."""
     fields = _fields(pid)
     if fields is None:
         # Where the system does not say more.

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
-from keras_psplus.core.models import model_saving
+from keras_psplus.core import models
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic
 from keras_psplus.keras_internals.keras_parts import io_utils
@@ -34,7 +34,6 @@ __all__ = ["TableReader", "export"]
 # and by `keras.export.ExportArchive` (`export_archive`), for functions of the script's own.
 #
 # Dynamic tables are a hash table of row numbers and a variable of rows.
-
 
 _LONG = tf.int64
 _CHUNK = 1 << 18
@@ -148,9 +147,10 @@ def export(
 
     Tables of `layers.DynamicEmbedding` become a hash table of TensorFlow's and a variable, in the
     memory of the process that loads them; a key without a row is what the layer's `default` says.
-    The SavedModel has the endpoint `serve` and the signature `"serving_default"`. The folder
-    appears whole. Under a strategy the chief writes, and other workers return at once; call it
-    when no step is under way.
+    As of `model.export`, the SavedModel has the endpoint `serve`, which takes what the model does,
+    and the signatures `"serve"` and `"serving_default"`; `keras.layers.TFSMLayer` loads it. The
+    folder appears whole. Under a strategy the chief writes, and other workers return at once; call
+    it when no step is under way.
 
     Args:
         model: A built model.
@@ -185,7 +185,7 @@ def export(
     def work() -> None:
         writing = atomic.written(folder)
         if engine is not None:
-            writing = model_saving.written(strategy, folder, makes_folders=True)
+            writing = models.written(strategy, folder, makes_folders=True)
         with writing as path:
             _save(model, inputs, path, names)
 
@@ -231,57 +231,49 @@ def export_archive(call: Call) -> Any:
         )
     traced = [n for n in call.owner._endpoint_names if n not in call.owner._endpoint_signatures]
     if traced and getattr(call.engine, "exports_copies", False):
-        model_saving.refuse_traced(call, ", ".join(traced))
+        models.refuse_traced(call, ", ".join(traced))
     return call.engine.save(call)
 
 
-def _save(
-    model: keras.Model, inputs: tuple[Any, list[Any]], path: str, names: Collection[str]
-) -> None:
-    structure, specs = inputs
+def _save(model: keras.Model, specs: list[Any], path: str, names: Collection[str]) -> None:
     module, outside = tf.Module(), list[OutsideTable]()
 
     def copied(variable: keras.Variable) -> Any:
         value: Any = variable._value
         if not is_keyed(variable):
-            return model_saving.copied(variable)
+            return models.copied(variable)
         if variable.path not in names:
             return FrozenTable(value.spec, value.read_snapshot())
         outside.append(OutsideTable(value.spec))
         return outside[-1]
 
-    def predicted(flat: Sequence[Any]) -> Any:
-        if structure is None:
-            return model(*flat, training=False)
-        return model(tf.nest.pack_sequence_as(structure, flat), training=False)
-
-    with model_saving.with_copies(model, copied) as values:
+    with models.with_copies(model, copied) as values:
         module.values = [value for value in values if not isinstance(value, OutsideTable)]
         module.resources = _resources_of(model)
         rows = [spec for table in outside for spec in table.signature]
 
         @tf.function(input_signature=[*specs, *rows], autograph=False)
-        def serve(*flat: Any) -> Any:
-            given = flat[len(specs) :]
+        def serve(*args: Any) -> Any:
+            given = args[len(specs) :]
             with contextlib.ExitStack() as tables:
                 for i, table in enumerate(outside):
                     tables.enter_context(table.given(*given[2 * i : 2 * i + 2]))
-                return predicted(flat[: len(specs)])
+                return model(*args[: len(specs)], training=False)
 
         @tf.function(input_signature=specs, autograph=False)
-        def keys(*flat: Any) -> dict[str, tf.Tensor]:
+        def keys(*args: Any) -> dict[str, tf.Tensor]:
             with contextlib.ExitStack() as tables:
                 asked = {table.name: tables.enter_context(table.asked()) for table in outside}
-                predicted(flat)
+                model(*args, training=False)
             return {name: keys_of(every) for name, every in asked.items()}
 
         module.serve = serve
         serve.get_concrete_function()
-        signatures = {tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: serve}
+        signatures = {"serve": serve, tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: serve}
         if outside:
             module.keys = signatures["keys"] = keys
             keys.get_concrete_function()
-        is_dense = all(isinstance(spec, tf.TensorSpec) for spec in specs)
+        is_dense = all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(specs))
         # TensorFlow Serving is sent tensors alone.
         tf.saved_model.save(module, path, signatures=signatures if is_dense else None)
 
@@ -296,23 +288,22 @@ def _checked_outside(model: keras.Model, outside: Collection[str]) -> frozenset[
     return frozenset(outside)
 
 
-def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> tuple[Any, list[Any]]:
-    """The structure of the model's one argument, or None, and a specification of each tensor."""
+def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> list[Any]:
+    """Specifications of the tensors of each argument of the model's call."""
     if not model.built:
         raise ValueError(
             f"The model '{model.name}' has no weights yet. Train it, or call it on a batch, before "
             "it is exported. Received: a model that is not built"
         )
     if signature is not None:
-        return None, list(signature)
+        return list(signature)
     if not getattr(model, "inputs", None):
         raise ValueError(
             f"The model '{model.name}' is neither functional nor sequential, and does not say what "
             'it takes. Give it: `signature=[tf.TensorSpec([None, 5], "int64")]`. '
             f"Received: {type(model).__name__} with signature=None"
         )
-    flat = tf.nest.flatten(model.input)
-    return model.input, [_spec_of(one) for one in flat]
+    return [tf.nest.map_structure(_spec_of, model.input)]
 
 
 def _spec_of(one: Any) -> Any:

@@ -24,14 +24,7 @@ SKIP_VARIABLE = "KERAS_PSPLUS_SKIP_VERSION_CHECK"
 
 @dataclass(frozen=True)
 class Supported:
-    """A tested range of (major, minor) versions.
-
-    Args:
-        name: The package's name in messages.
-        distributions: Names under which pip may know it; the first is the module's.
-        first: The oldest supported (major, minor).
-        after: The oldest (major, minor) that is too new.
-    """
+    """A tested range of (major, minor) versions."""
 
     name: str
     distributions: tuple[str, ...]
@@ -85,12 +78,7 @@ def check_versions() -> None:
 
 @contextlib.contextmanager
 def naming_misfits() -> Iterator[None]:
-    """Context for importing what reaches into Keras and TensorFlow, in versions that were checked.
-
-    Raises:
-        ImportError: If something is missing there, in a version that is not supported: which
-            package, which version and what to do.
-    """
+    """Context for importing what reaches into Keras and TensorFlow, once versions were checked."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -129,16 +117,10 @@ def problem(package: Supported) -> str | None:
 
 
 def _of_module(package: Supported) -> str | None:
-    """The version of the module, if it has been imported."""
     return getattr(sys.modules.get(package.module), "__version__", None)
 
 
 def _check_range(package: Supported, version: str | None, first: str = "") -> str:
-    """Returns the version, if it is supported or admitted.
-
-    Args:
-        first: Advice before that of the package.
-    """
     advice = first + package.advice
     if version is None:
         raise ImportError(

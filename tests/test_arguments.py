@@ -173,7 +173,7 @@ def checks_alone(monkeypatch):
 
     monkeypatch.setattr(MultiWorkerMirroredStrategy, "_start", staticmethod(end))
     monkeypatch.setattr(hybrid, "find", types.SimpleNamespace(find_task_config=end))
-    monkeypatch.setattr(parameter_server.startup, "read_task", end)
+    monkeypatch.setattr(parameter_server, "read_task", end)
 
 
 @pytest.mark.parametrize(("make", "name"), cases(STRATEGIES), ids=named)

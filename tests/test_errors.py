@@ -5,8 +5,8 @@ import pytest
 import keras_psplus as psp
 from keras_psplus import all_reduce, cluster, errors, hybrid
 from keras_psplus.core.jobs import failure
-from keras_psplus.parameter_server.scheduling import failure as servers
-from keras_psplus.pipeline import failure as stages
+from keras_psplus.parameter_server import scheduler as servers
+from keras_psplus.pipeline import engine as stages
 
 
 def test_every_error_has_the_base_class():

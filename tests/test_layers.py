@@ -35,13 +35,15 @@ cluster: console config ports process environment channel handshake discovery mo
     launcher serving processes testing in_process
 compression: outer_products averaging options base wire no_communication by_variable rows quantize
     cast low_rank sufficient_factors sparse error_feedback methods kernels
-core: jobs base worker_state data graph plan batch gradient_path backup models
-    strategy_engine distributed_engine
+core: jobs base worker_state seeds data_position graph plan batch gradient_path backup live
+    models strategy_engine distributed_engine
 hybrid: rows calls servers tables saving server_tables extended server engine strategy
 layers: dynamic_embedding
-parameter_server: tracing worker_data chief_data placement state transport modes scheduling startup
-    extended context steps worker_updates local_sgd sync predict_function engine strategy
-pipeline: failure base extended graph replicas traffic step split context engine strategy
+parameter_server: worker_function traffic data state pulls aggregation dynamic_table extended queue
+    scheduler context replica_step step_functions worker_updates runner sync_functions
+    sync_steps engine strategy
+pipeline: stages schedule boundary microbatches replicas traffic costs plan splitter context
+    traced_step step_function pipedream engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
 tensor_parallel: mesh group variable rules layer_calls plan engine strategy
 tables: policies keys chunks index row_optimizer admission snapshot store files row_variable

@@ -143,6 +143,7 @@ def test_others_are_started_as_ever(monkeypatch, script, args, kwargs):
     assert done.returncode == 0 and "True" not in done.stdout
 
 
+@pytest.mark.extended
 def test_forks_and_zygotes_end_with_the_process(script):
     """As `LocalCluster` asks for it."""
     script.write_text("import time; time.sleep(60)")

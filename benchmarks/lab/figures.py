@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import statistics
 
-from keras_psplus.planning import step_bytes
+from keras_psplus import planning
 from lab import wire
 
 
@@ -109,7 +109,7 @@ def _compared(row, alone):
     if row.median is None or alone is None:
         return row
     busiest = max(itertools.chain(*row.ideal.values()))
-    floor = step_bytes.floor_ms(alone, busiest, wire.parse_rate(row.rate))
+    floor = planning.floor_ms(alone, busiest, wire.parse_rate(row.rate))
     return dataclasses.replace(row, alone=alone, floor=floor)
 
 

@@ -2,15 +2,15 @@
 
 import functools
 
-from keras_psplus.planning import step_bytes
-from keras_psplus.planning.step_bytes import Table, Variable, Work
+from keras_psplus import planning
+from keras_psplus.planning import Table, Variable, Work
 
 _COUNTED = (1, 2, 4, 8, 16)
 
 
 @functools.cache
 def work_of(work):
-    """Gradients of one worker for one of `work.SIZES`, a `step_bytes.Work`."""
+    """Gradients of one worker for one of `work.SIZES`, a `planning.Work`."""
     rows = getattr(work, "kernel_rows", work.batch_size)
     variables = [
         Variable(shape, rows if len(shape) == 2 else None) for shape in work.dense_shapes()
@@ -22,17 +22,17 @@ def work_of(work):
 
 
 def links(traits, work, workers, ps):
-    """Bytes of one step of all workers, as of `step_bytes.links`.
+    """Bytes of one step of all workers, as of `planning.links`.
 
     Args:
-        traits: `keras_psplus.planning.step_bytes.Traits`.
+        traits: `keras_psplus.planning.Traits`.
         work: One of `work.SIZES`.
         workers: Number of workers.
         ps: Number of parameter servers, which share evenly.
     """
-    return step_bytes.links(traits, work_of(work), workers, ps)
+    return planning.links(traits, work_of(work), workers, ps)
 
 
 def busiest(traits, work, workers, ps):
     """Bytes of one step in the direction of a link that has most of them."""
-    return step_bytes.busiest(traits, work_of(work), workers, ps)
+    return planning.busiest(traits, work_of(work), workers, ps)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from keras_psplus.planning import step_bytes
+from keras_psplus import planning
 from lab import ideal, job, names, wire, work
 from tests.lab import netlab
 
@@ -54,7 +54,7 @@ def plan(method, name, size, workers, ps, rates, seconds, uplink=None, window=No
             (b for b in (wire.parse_rate(rate), wire.parse_rate(uplink or "loopback")) if b),
             default=None,
         )
-        step = step_bytes.floor_ms(1000 * compute, link_bytes, bits) / 1000
+        step = planning.floor_ms(1000 * compute, link_bytes, bits) / 1000
         least = 3 if window == 1 else 2 - (step * window > _LONG_WINDOW)
         count = max(least, min(_MOST_WINDOWS, round(seconds / (step * window))))
         # A connection takes a while to find a new rate.

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 
-from keras_psplus.planning.step_bytes import Traits, traits_of
+from keras_psplus.planning import Traits, traits_of
 
 WORKS = ("dense", "sparse", "convolutional", "transformer")
 _SIMPLE = WORKS[:2]  # of which other libraries have a model here

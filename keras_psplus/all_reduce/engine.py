@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data import sharding
 from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
-from keras_psplus.all_reduce.step import broadcast, replica_functions, row_reads
+from keras_psplus.all_reduce.step import mirrored_variables, replica_functions
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.step.updating import Accumulators
 from keras_psplus.callbacks import PublishTables
+from keras_psplus.core import data_position, seeds
 from keras_psplus.core.base.optimizers import iterations_of, optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
-from keras_psplus.core.data import epochs, iterator_release, seeds
 from keras_psplus.core.distributed_engine import DistributedEngine, symbolic_batch
 from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.metrics import accumulates
@@ -95,7 +95,7 @@ class AllReduceEngine(DistributedEngine):
 
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         distributed = sharding.distribute(
             iterator._distribute_strategy,
             iterator.data_adapter,
@@ -107,18 +107,18 @@ class AllReduceEngine(DistributedEngine):
         self.progress.note_data_seed(distributed.seed)
         iterator.data_adapter = distributed.adapter
         iterator._num_batches = distributed.adapter.num_batches
-        iterator._distributed_dataset = iterator_release.Dataset(distributed.dataset)
+        iterator._distributed_dataset = data_position.ReleasedDataset(distributed.dataset)
         iterator.batch_spec = distributed.batch_spec
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         variables = list(variables)
-        broadcast.from_chief(self.strategy, variables)
+        mirrored_variables.from_chief(self.strategy, variables)
         self.accumulators.note_assigned(variables)
 
     # Variables.
 
     def reads_rows(self, variable: keras.Variable) -> bool:
-        return row_reads.can_read(variable)
+        return mirrored_variables.can_read_rows(variable)
 
     @answers("initialize")
     def _initialize(self, call: Call) -> Any:
@@ -379,7 +379,7 @@ class OneReplicaEngine(StrategyEngine):
     def _make_iterator(self, call: Call) -> None:
         # Batches are the data's own: TensorFlow's distributed datasets would make an iterator of
         # several devices for each epoch, which takes 40 ms, and ask it for each step.
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         if self.strategy.task is None:
             iterator._distributed_dataset = iterator.data_adapter.get_tf_dataset()
             return
@@ -403,7 +403,7 @@ class OneReplicaEngine(StrategyEngine):
         return replica_functions.in_progress(self.strategy.progress, call, function)
 
     def broadcast_restored(self, variables: Iterable[keras.Variable | tf.Variable]) -> None:
-        broadcast.from_chief(self.strategy, variables)
+        mirrored_variables.from_chief(self.strategy, variables)
 
     def reads_rows(self, variable: keras.Variable) -> bool:
-        return row_reads.can_read(variable)
+        return mirrored_variables.can_read_rows(variable)

@@ -17,7 +17,7 @@ from keras_psplus.all_reduce.collectives.operations import (
     names_of,
 )
 from keras_psplus.all_reduce.reduction.replica_states import MirroredState
-from keras_psplus.all_reduce.step import broadcast, row_reads, updating
+from keras_psplus.all_reduce.step import mirrored_variables, updating
 from keras_psplus.all_reduce.topology import levels as levels_module
 from keras_psplus.all_reduce.topology.group_topology import Hops, Topology
 from keras_psplus.all_reduce.topology.levels import Levels
@@ -101,11 +101,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         self.set_topology(topology)
 
     def set_topology(self, topology: Topology | str) -> None:
-        """Sets the topology along which gradients are summed, before the first step.
-
-        Args:
-            topology: `Topology` of the workers, the same on all of them, or `"flat"`.
-        """
+        """Sets the topology along which gradients are summed, before the first step."""
         if self.control is not None:
             self.control.check_same("topology", str(topology), f"topology {topology}")
         self.levels = self._levels_of(topology)
@@ -218,7 +214,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
         """Gives all workers the first one's values of variables that all of them have."""
-        broadcast.sum_from_chief(self.host_launcher, self._is_chief, variables, self.bucket_bytes)
+        mirrored_variables.sum_from_chief(
+            self.host_launcher, self._is_chief, variables, self.bucket_bytes
+        )
 
     def step_variable(self, name: str, on_host: bool = False) -> tf.Variable:
         """A float of this replica's step by name; `on_host`, the host reads it without waiting."""
@@ -280,7 +278,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
             # Its assign needs merge_call; every replica assigns the same value anyway.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         variable = super()._create_variable(next_creator, **kwargs)
-        row_reads.enable(variable)
+        mirrored_variables.enable_row_reads(variable)
         return variable
 
     def _get_variable_creator_initial_value(
@@ -308,7 +306,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
                 control.check_same("variable", form, f"{path} ({form})")
                 if are_zeros:
                     return value
-                value = tf.cast(value, broadcast.WIDER.get(dtype, dtype))
+                value = tf.cast(value, mirrored_variables.WIDER.get(dtype, dtype))
                 sent = dict(kwargs, initial_value=value, dtype=value.dtype)
                 return tf.cast(stock(replica_id, device, primary_var, **sent)(), dtype)
 

@@ -52,16 +52,8 @@ def check_all(
 ) -> tuple[Hops, Compressor | None]:
     """Checks the arguments of a strategy that say what workers exchange.
 
-    Args:
-        topology: `group_topology.get` of the argument.
-        workers: Names of the workers; None without a cluster.
-        engine: The class of the strategy's engine.
-
     Returns:
         Compressors of gradients for each hop, and the compressor of weights.
-
-    Raises:
-        ValueError: If one of them is wrong, or does not go with another.
     """
     check(shard, updates, engine)
     of_gradients, of_weights = compressors(compression, shard)
@@ -72,11 +64,7 @@ def check_all(
 
 
 def check(shard: str | None, updates: Updates | None, engine: type) -> str | None:
-    """Returns `shard`, if it is known and can be combined with the other arguments.
-
-    Raises:
-        ValueError: If it is not, or cannot.
-    """
+    """Returns `shard`, if it is known and can be combined with the other arguments."""
     if shard is None:
         return None
     if shard not in _ENGINES["AllReduceEngine"]:
@@ -116,9 +104,6 @@ def compressors(compression: Any, shard: str | None) -> tuple[Any, Compressor | 
     Returns:
         `compression` of gradients, and the compressor of weights: of their changes, with error
         feedback, if each worker has all of them; otherwise of their values, without.
-
-    Raises:
-        ValueError: If there is nothing that they are for, or they cannot encode piece by piece.
     """
     named = set(compression) & {_GRADIENTS, _WEIGHTS} if isinstance(compression, dict) else set()
     if named and (shard is None or len(named) < len(compression)):
@@ -165,11 +150,7 @@ def check_reshard(shard: str | None, reshard_after_forward: bool) -> bool:
 def check_group(
     shard_group: int | None, shard: str | None, workers: Sequence[str] | None
 ) -> int | None:
-    """Returns `shard_group`, the number of workers that have the parts of a variable.
-
-    Raises:
-        ValueError: If it does not divide the workers, or there is nothing that it is for.
-    """
+    """Returns `shard_group`, the number of workers that have the parts of a variable."""
     if shard_group is None:
         return None
     whole_number("shard_group", shard_group, 2)
@@ -217,13 +198,7 @@ def check_devices(shard: str | None, devices: int) -> None:
 def classes(
     shard: str, weights: Compressor | None, group: int | None, engine: type
 ) -> tuple[Any, Any]:
-    """Engine and implementation half of a strategy with `shard`.
-
-    Args:
-        weights: Compressor of what is gathered of weights, or None.
-        group: Number of workers that have the parts of a variable; None for all.
-        engine: The class of the strategy's engine without `shard`.
-    """
+    """Engine and implementation half of a strategy with `shard`."""
     cls, extended = (
         getattr(importlib.import_module(module), name)
         for module, name in _ENGINES[engine.__name__][shard]

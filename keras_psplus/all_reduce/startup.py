@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness import heartbeat
+from keras_psplus.all_reduce import liveness
 from keras_psplus.arguments import shown
 from keras_psplus.cluster import config, environment, preflight
 from keras_psplus.cluster.config import TaskConfig
@@ -22,12 +22,6 @@ def start(
     allow_ps: bool = False,
 ) -> config.TaskConfig | None:
     """Checks the cluster, waits for its workers, and configures TensorFlow for it.
-
-    Args:
-        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
-        startup_timeout: Seconds to wait for the other workers.
-        heartbeat_timeout: Seconds without a sign of life after which a worker counts as dead.
-        allow_ps: Whether the cluster may have `ps` tasks, which are not part of it.
 
     Returns:
         `TaskConfig` of this process, or None if it trains alone.
@@ -56,7 +50,7 @@ def start(
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(spec),
         cluster_register_timeout_in_ms=int(startup_timeout * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat.service_seconds(heartbeat_timeout) * 1000),
+        heartbeat_timeout_in_ms=int(liveness.service_seconds(heartbeat_timeout) * 1000),
         coordinated_jobs=[
             coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
             for job in spec.jobs
@@ -68,11 +62,7 @@ def start(
 def task_of(
     cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
 ) -> config.TaskConfig | None:
-    """`TaskConfig` of this process, or None if it trains alone.
-
-    Args:
-        cluster_resolver: `ClusterResolver`, or None to read `TF_CONFIG`.
-    """
+    """`TaskConfig` of this process, or None if it trains alone."""
     task = _found(cluster_resolver)
     return None if task is None or task.task_type == config.EVALUATOR else task
 

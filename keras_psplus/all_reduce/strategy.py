@@ -14,13 +14,11 @@ import tensorflow as tf
 
 from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
-from keras_psplus.all_reduce import shard_option, startup
+from keras_psplus.all_reduce import liveness, shard_option, startup
 from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.liveness import heartbeat
-from keras_psplus.all_reduce.liveness import stalls as step_marks
-from keras_psplus.all_reduce.liveness.stalls import StallProbe
+from keras_psplus.all_reduce.liveness import StallProbe
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.topology import auto_topology
 from keras_psplus.all_reduce.topology import group_topology as topology_module
@@ -28,12 +26,11 @@ from keras_psplus.arguments import MOST, number, seconds
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.cluster.process import memory, signals
+from keras_psplus.core import live, seeds
 from keras_psplus.core.base import checks
 from keras_psplus.core.batch import batches
-from keras_psplus.core.data import seeds
 from keras_psplus.core.jobs import failure, leave
 from keras_psplus.core.jobs.control import ControlPlane
-from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
 from keras_psplus.tf_internals import autograph_api as autograph
 from keras_psplus.tf_internals import autograph_context as ag_ctx
@@ -151,7 +148,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         control: ControlPlane | None = None
         if multi_worker:
             assert self._task is not None
-            heartbeats = heartbeat.HeartbeatWatch(self._task, heartbeat_timeout)
+            heartbeats = liveness.HeartbeatWatch(self._task, heartbeat_timeout)
             control = ControlPlane(
                 self._task, startup_timeout, stall_warning, lambda: heartbeats.lost
             )
@@ -164,7 +161,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             memory.keep_little_freed_memory()
         self._engine: StrategyEngine | None = None
         self._wrapped_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._step_marks = step_marks.StepMarks()
+        self._step_marks = liveness.StepMarks()
         with failure.translate_errors(self._task):
             tf.distribute.Strategy.__init__(
                 self,
@@ -196,7 +193,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             heartbeats.start(self._progress)
             with failure.translate_errors(self._task):
                 seeds.agree(control, self._rows_are_shared)
-            heartbeat.watch(control, self._progress, self._step_marks, self._updates is not None)
+            liveness.watch(control, self._progress, self._step_marks, self._updates is not None)
         if self._task is not None and len(self._task.tasks()) > 1:
             stalls.Inspector(stall_warning, self._waits(self._task).look)
         if self._distributes:

@@ -313,14 +313,14 @@ def show_links(as_json: bool = False) -> int:
     workers = {job: addresses for job, addresses in task.cluster.items() if job != "ps"}
     os.environ["TF_CONFIG"] = dataclasses.replace(task, cluster=workers).to_tf_config()
     import keras_psplus
-    from keras_psplus.all_reduce.topology import auto_topology, links
+    from keras_psplus.all_reduce.topology import auto_topology
 
     strategy = keras_psplus.MultiWorkerMirroredStrategy()
     decision = auto_topology.decide(strategy.extended)
     if not strategy.is_chief:
         print(f"{task.name} has measured its links; the chief shows them.", file=sys.stderr)
     elif as_json:
-        found = links.as_file(decision.links, strategy.extended.control.names)
+        found = auto_topology.as_file(decision.links, strategy.extended.control.names)
         print(json.dumps(found.as_dict(), indent=2))
     else:
         print(decision.report)

@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras_psplus
-from keras_psplus import catalogue
+from keras_psplus import catalogue, planning
 from keras_psplus.cli import flags
 from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.environment import python_path
-from keras_psplus.planning import links_file, step_bytes
-from keras_psplus.planning.step_bytes import Cluster, traits_of
+from keras_psplus.planning import Cluster, traits_of
 
 _USAGE = """
 usage: keras-psplus plan [flags] SCRIPT [arguments of the script]
@@ -188,7 +187,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         rate, delay = _bits_per_second(options.link or _LINK), options.delay or 0.0
         return Cluster(_count(options, "workers"), _count(options, "ps"), rate, delay, memory)
     try:
-        links = links_file.read(options.links)
+        links = planning.read_links(options.links)
     except ValueError as error:
         raise UsageError(f"--links cannot be used: {error}") from None
     if options.workers not in (None, len(links.hosts)):
@@ -226,7 +225,7 @@ def _table(answer: dict[str, Any], cluster: Cluster) -> tuple[dict[str, Any], st
             stages.append(name)
         else:
             traits[name] = traits_of(entry.strategy, entry.arguments)
-    plan = step_bytes.plan(step_bytes.Facts.from_json(answer), traits, cluster)
+    plan = planning.plan(planning.Facts.from_json(answer), traits, cluster)
     return plan.as_dict(), f"{plan}\n{', '.join(stages)}: see keras-psplus plan --stages N"
 
 

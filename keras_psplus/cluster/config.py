@@ -127,11 +127,7 @@ def task_name(task_type: str, task_index: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits `"host:2222"` or `"[::1]:2222"` into host, without brackets, and port.
-
-    Raises:
-        ValueError: If the address has not this form.
-    """
+    """Splits `"host:2222"` or `"[::1]:2222"` into host, without brackets, and port."""
     if "://" in address:
         raise ValueError("leave out the scheme: write host:port")
     host, colon, port = address.rpartition(":")

@@ -14,7 +14,6 @@ from typing import IO, TextIO
 
 # A task's log file, also on a disk that is full.
 
-
 _KEPT_LINES, _KEPT_CHARACTERS = 200, 4000
 
 
@@ -28,9 +27,6 @@ class LogFile:
         append: Whether the file goes on with what it holds.
         warn: Function that is called with a line of text the first time that a write fails.
         heading: Text to begin with, which `size` counts.
-
-    Raises:
-        OSError: If the file cannot be opened.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class LogFile:
 #
 # Before the first epoch TensorFlow writes some fifteen lines in each process, one of them an error
 # about CUDA on machines without a GPU. They stay in the log files.
-
 
 _GPU_DRIVER = "/dev/nvidiactl"
 # "I0000 00:00:1795460916.566899   25504 port.cc:153] text", and as other loggers begin a line,
@@ -175,12 +170,6 @@ def render(text: str) -> str:
     ```python
     render("step 1\\b\\b\\b\\b\\b\\b\\rstep 2")  # "step 2"
     ```
-
-    Args:
-        text: One line without its newline; colour escapes are kept.
-
-    Returns:
-        The visible text, without trailing spaces.
     """
     if "\r" not in text and "\b" not in text:
         return text.rstrip()
@@ -233,7 +222,6 @@ class Console:
         self._has_failed = self._is_gone = False
 
     def line(self, task: str, text: str) -> None:
-        """Writes a complete line of a task."""
         with self._lock:
             self._erase()
             self._write(f"[{task}] {self._render(text)}\n")
@@ -308,9 +296,6 @@ def drop_unwritten(*streams: TextIO) -> None:
     """Drops output that streams cannot write.
 
     Python's exit would fail on it, with exit code 120.
-
-    Args:
-        *streams: Text streams that are not written to any more.
     """
     for stream in streams:
         try:
@@ -323,12 +308,7 @@ def drop_unwritten(*streams: TextIO) -> None:
 
 
 class OutputPump(threading.Thread):
-    """Copies one process's output, line by line, to its log file and the console.
-
-    Args:
-        pipe: File descriptor or binary file to read from.
-        log: Something with a method `write` for text.
-    """
+    """Copies one process's output, line by line, to its log file and the console."""
 
     def __init__(
         self, task: str, pipe: IO[bytes], log: LogFile | TextIO, console: Console | None = None

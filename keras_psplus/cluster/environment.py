@@ -10,7 +10,6 @@ import pathlib
 import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from keras_psplus.cluster.config import (
     EVALUATOR,
@@ -22,7 +21,6 @@ from keras_psplus.cluster.ports import free_ports
 
 # GPUs of this machine, and those that each of its tasks sees.
 
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # TensorFlow otherwise reserves nearly all of a GPU's memory for the first process.
 _GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
@@ -33,20 +31,13 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
     """Names of the GPUs that processes of this environment see, as `CUDA_VISIBLE_DEVICES` has them.
 
     TensorFlow is not asked, as it would begin to use them.
-
-    Args:
-        environ: Environment variables; `os.environ` by default.
     """
     found = named(environ)
     return [str(number) for number in range(_count())] if found is None else found
 
 
 def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set.
-
-    Args:
-        environ: Environment variables; `os.environ` by default.
-    """
+    """Names in `CUDA_VISIBLE_DEVICES`, or None if it is not set."""
     environ = os.environ if environ is None else environ
     if VISIBLE not in environ:
         return None
@@ -74,14 +65,8 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
     Each worker gets GPUs of its own, or, if there are fewer than workers, one that it shares and
     takes no more memory of than it needs.
 
-    Args:
-        per_worker: Number of GPUs of each; by default as many as there are for each.
-
     Returns:
         Dict of variables for each worker.
-
-    Raises:
-        ValueError: If there are not as many GPUs.
 
     Example:
 
@@ -100,11 +85,7 @@ def split(gpus: Sequence[str], workers: int, per_worker: int | None = None) -> l
 
 
 def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
-    """A sentence that says which GPUs tasks use; empty if none does.
-
-    Args:
-        tasks: Environment variables of each task, by its name.
-    """
+    """A sentence that says which GPUs tasks use; empty if none does."""
     names = {task: own[VISIBLE] for task, own in tasks.items() if own.get(VISIBLE)}
     if len(set(names.values())) == len(names):
         return "; ".join(f"{task} has GPU {name}" for task, name in names.items())
@@ -112,53 +93,6 @@ def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
     return f"{len(names)} tasks share GPU {shared}, and each takes the memory that it needs"
 
 
-# Variables that the library reads.
-
-
-class Variable(NamedTuple):
-    """An environment variable, which is read when it is needed, and not at import.
-
-    Attributes:
-        module: The module that knows its name, without the library's.
-        default: What counts where it is not set; empty for nothing.
-        is_public: Whether it is in the manual. Others are between a launcher and its tasks.
-    """
-
-    module: str
-    default: str = ""
-    is_public: bool = True
-
-
-VARIABLES = {
-    "KERAS_PSPLUS_CLUSTER": Variable("cluster.discovery.find"),
-    "KERAS_PSPLUS_COMPRESSION": Variable("catalogue"),
-    "KERAS_PSPLUS_FIRST_RANK": Variable("cluster.discovery.launchers", "0"),
-    "KERAS_PSPLUS_GRACE": Variable("cluster.process.signals", "inf"),
-    "KERAS_PSPLUS_HOSTS": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_JOB_DIR": Variable("cluster.monitor.job", is_public=False),
-    "KERAS_PSPLUS_JOB_TOKEN": Variable("cluster.environment"),
-    "KERAS_PSPLUS_JSON_LOG": Variable("cluster.monitor.job"),
-    "KERAS_PSPLUS_LAYOUT": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_MIN_WORKERS": Variable("cluster.environment"),
-    "KERAS_PSPLUS_NATIVE": Variable("native", "1"),
-    "KERAS_PSPLUS_PLAN": Variable("catalogue", is_public=False),
-    "KERAS_PSPLUS_PORT": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_RESTART": Variable("cluster.environment", "0"),
-    "KERAS_PSPLUS_ROLE": Variable("cluster.discovery.launchers"),
-    "KERAS_PSPLUS_SKIP_VERSION_CHECK": Variable("versions", "0"),
-    "KERAS_PSPLUS_STARTED_BY": Variable("cluster.process.left_processes", is_public=False),
-    "KERAS_PSPLUS_STEP_OBSERVER": Variable("cluster.monitor.progress", is_public=False),
-    "KERAS_PSPLUS_STRATEGY": Variable("catalogue"),
-    "KERAS_PSPLUS_SUBDOMAIN": Variable("cluster.discovery.launchers", is_public=False),
-    "KERAS_PSPLUS_TLS_CA": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_CERT": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_KEY": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TLS_NAME": Variable("cluster.channel.tls"),
-    "KERAS_PSPLUS_TRACE": Variable("cluster.monitor.trace"),
-    "KERAS_PSPLUS_TRACE_STEPS": Variable("cluster.monitor.trace", "20"),
-    "KERAS_PSPLUS_TRAINING_END": Variable("cluster.environment", is_public=False),
-    "KERAS_PSPLUS_UPDATES": Variable("catalogue"),
-}
 # What tasks of one job have in common, and those of others do not.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
 # How often the launcher has started the job before.
@@ -180,7 +114,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The task's short name, e.g. `"worker-1"`."""
         return self.config.name
 
 
@@ -219,10 +152,6 @@ def plan_tasks(
 
     Returns:
         A list of `Task`, chief first, then workers, then ps, then the evaluator.
-
-    Raises:
-        ValueError: If the numbers make no cluster, or do not fit `hosts` or the
-            machine's GPUs.
     """
     counts = {"chief": int(bool(chief)), "worker": workers, "ps": ps}
     if min(counts.values()) < 0 or counts["chief"] + workers == 0:
@@ -259,11 +188,7 @@ def available_cores() -> int:
 
 
 def min_workers() -> int | None:
-    """Number of workers with which the launcher says that training begins, or None.
-
-    Raises:
-        ClusterConfigError: If the variable is not a number.
-    """
+    """Number of workers with which the launcher says that training begins, or None."""
     text = os.environ.get(MIN_WORKERS_VARIABLE, "")
     if text and not text.isdecimal():
         raise ClusterConfigError(
@@ -274,14 +199,7 @@ def min_workers() -> int | None:
 
 
 def python_path(environ: Mapping[str, str] | None = None) -> str:
-    """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not.
-
-    Args:
-        environ: The environment to start from; `os.environ` by default.
-
-    Returns:
-        The value for PYTHONPATH, perhaps empty.
-    """
+    """Returns a PYTHONPATH under which tasks import the same keras_psplus, installed or not."""
     inherited = (os.environ if environ is None else environ).get("PYTHONPATH", "")
     root = str(pathlib.Path(__file__).resolve().parents[2])
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

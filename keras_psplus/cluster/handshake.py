@@ -12,14 +12,24 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Self
 
-from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.sessions import Authenticator, JobSecret, RefusedError, Session
-from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError, ChannelServer
+from keras_psplus.cluster.channel import (
+    BUSY,
+    CA,
+    CERT,
+    Authenticator,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    JobSecret,
+    RefusedError,
+    Session,
+    Tls,
+    speaks_tls,
+)
 from keras_psplus.cluster.config import TaskConfig, split_address
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 
 # Identities of processes: which task, in which cluster, on which host.
-
 
 _LONGEST_CLUSTER = 2000  # characters; beyond, a digest says as well whether two are the same
 _LONGEST_NAME = 255  # characters of a host, by the rules of DNS
@@ -132,21 +142,13 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 # stopped process goes on accepting connections. So each probe connects again, and the server has to
 # speak first, as gRPC's do.
 
-
 ANSWERS, SILENT, GONE = "answers", "silent", "gone"
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 Place = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 def places_of(address: str) -> list[Place]:
-    """Looks up an address.
-
-    Args:
-        address: `host:port`.
-
-    Returns:
-        Families and addresses of sockets; none if nothing is known of it.
-    """
+    """Looks up an address."""
     try:
         host, port = split_address(address)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -159,10 +161,6 @@ def state_of(places: Sequence[Place], timeout: float) -> str:
     """State of the server at one of some places: `ANSWERS`, `SILENT` or `GONE`.
 
     A silent one hangs, or is cut off. A refused connection says that the server has ended.
-
-    Args:
-        places: Those that `places_of` returns.
-        timeout: Seconds that it has.
     """
     state = GONE
     for family, place in places:
@@ -191,7 +189,6 @@ def is_silent(places: Sequence[Place], timeout: float) -> bool:
 # A task listens on its address and calls its peers', by the control channel. Other programs that
 # answer there (TensorFlow's gRPC server, a port scanner) are recognised by how they answer.
 
-
 ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
 
 _REFUSED = "connection refused (not started yet, or it has failed)"
@@ -216,10 +213,6 @@ def dial(
 ) -> PeerIdentity | None:
     """Calls a task and says who this is.
 
-    Args:
-        address: The task's `host:port`.
-        timeout: Seconds that connecting may take.
-
     Returns:
         The `PeerIdentity` of a task that is waiting too; `None` if another server
         (TensorFlow's) accepted. Without a token it may be an unproven one: of a task that was
@@ -229,7 +222,7 @@ def dial(
         StrangerError: If a task of another job answers, and this one has a token.
         OSError: If nobody is there; the message says how it showed.
     """
-    own_tls = tls.Tls.from_env()
+    own_tls = Tls.from_env()
     connect(address, timeout).close()
     with ChannelClient(address, own_tls) as client:
         session = Session(job.secret, lambda text: client.send(text, ANSWER_TIMEOUT))
@@ -255,12 +248,8 @@ def dial(
             raise ConnectionResetError("it closed the connection") from None
 
 
-def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
+def explain_tls(address: str, own: Tls | None, met: str) -> bool:
     """Raises if a server breaks calls off because of TLS.
-
-    Args:
-        address: The server's `host:port`.
-        met: Text of the error that the call has met.
 
     Returns:
         Whether it is a server that knows nothing of this library, such as TensorFlow's.
@@ -268,12 +257,12 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
     Raises:
         TlsError: If one of the two speaks TLS and the other does not, or does not trust it.
     """
-    if tls.is_spoken_at(address, ANSWER_TIMEOUT):
+    if speaks_tls(address, ANSWER_TIMEOUT):
         if own is None:
-            raise TlsError(f"it speaks TLS, and this task does not: set {tls.CERT} here, too")
+            raise TlsError(f"it speaks TLS, and this task does not: set {CERT} here, too")
         reason = met.rpartition("last error: ")[2].partition("\n")[0][:200]
         raise TlsError(
-            f"the TLS handshake failed: see that {tls.CERT} and {tls.CA} of both tasks go together "
+            f"the TLS handshake failed: see that {CERT} and {CA} of both tasks go together "
             f"({reason})"
         )
     if own is not None:
@@ -284,7 +273,7 @@ def explain_tls(address: str, own: tls.Tls | None, met: str) -> bool:
                 if plain.code in ("UNIMPLEMENTED", "DEADLINE_EXCEEDED"):
                     return True
             else:
-                raise TlsError(f"it does not speak TLS, and this task does: set {tls.CERT} there")
+                raise TlsError(f"it does not speak TLS, and this task does: set {CERT} there")
     return False
 
 
@@ -351,9 +340,6 @@ class Listener:
 
     Attributes:
         identity: The same; what is answered from now on.
-
-    Raises:
-        OSError: If it cannot listen there.
     """
 
     def __init__(self, port: int, mine: PeerIdentity, job: JobSecret) -> None:

@@ -38,18 +38,6 @@ def free_ports(n: int, host: str = "127.0.0.1") -> list[int]:
     one between this choice and the server's bind. Until it is over, this process
     reserves them: it holds the UDP ports of the same numbers, which others that
     choose here leave alone.
-
-    Example:
-
-    ```python
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
-    ```
-
-    Args:
-        host: Local host name or address that the servers will use.
-
-    Raises:
-        RuntimeError: If the machine has not enough free ports.
     """
     candidates = _candidates()
     chooser = random.SystemRandom()  # not `random`: a script's seed would repeat the choice
@@ -132,11 +120,7 @@ def _bind(
 
 
 def port_holder(port: int) -> str | None:
-    """Names the process that listens on a local port, as far as Linux tells.
-
-    Returns:
-        A text such as `"process 4711 (python train.py)"`, or `None`.
-    """
+    """Names the process that listens on a local port, as far as Linux tells."""
     inodes = _listening_inodes(port)
     if not inodes:
         return None

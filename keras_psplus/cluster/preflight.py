@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias, TypeVar
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, split_address, task_name
 from keras_psplus.cluster.handshake import Listener, PeerIdentity, conflict
 from keras_psplus.cluster.ports import port_holder
 
 # Checks of this task's address: it is on this machine, and its port is free.
-
 
 DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only after a while
 
@@ -26,14 +25,7 @@ DNS_PATIENCE = 20.0  # seconds; a Kubernetes pod's own name may resolve only aft
 def listen_on_own_address(
     config: TaskConfig, mine: PeerIdentity, patience: float, log: Callable[[str], None]
 ) -> Listener:
-    """Answers handshakes on the task's own port, on all interfaces as TensorFlow does.
-
-    Args:
-        patience: Seconds that the host name may take to resolve.
-
-    Raises:
-        ClusterStartupError: If that is not possible; the message says why.
-    """
+    """Answers handshakes on the task's own port, on all interfaces as TensorFlow does."""
     check_own_address(config, mine, patience, log)
     assert config.address is not None
     _, port = split_address(config.address)
@@ -145,7 +137,6 @@ def is_local(host: str) -> bool:
 
 # Peers that a task contacts in a large cluster, instead of all others.
 
-
 _Task = TypeVar("_Task")
 
 # Up to so many tasks, every one asks every other: it costs little, and each can name all.
@@ -163,13 +154,6 @@ def neighbours(tasks: Sequence[_Task], own: int) -> list[_Task]:
     In a large cluster, these are the ones that follow it at distances of 1, 2, 4 and so on, and the
     one before it, as in a ring: each task is asked by as many as it asks, and what one of them has
     found can be with all in as many rounds.
-
-    Args:
-        tasks: All tasks, in the order of their ranks.
-        own: Rank of the one that asks.
-
-    Returns:
-        List of some of `tasks`, in order, without its own.
 
     Example:
 
@@ -199,11 +183,7 @@ _Call: TypeAlias = concurrent.futures.Future[PeerIdentity | None]
 
 
 class PeerDiscovery:
-    """Calls every other task until all have answered.
-
-    Args:
-        job_types: The jobs whose tasks to call.
-    """
+    """Calls every other task until all have answered."""
 
     def __init__(
         self,
@@ -229,21 +209,12 @@ class PeerDiscovery:
 
     @property
     def missing(self) -> set[str]:
-        """Names of the tasks that have not answered."""
         return set(self._missing)
 
     def call(
         self, started: float, timeout: float, log: Callable[[str], None], spare_workers: int = 0
     ) -> None:
-        """Returns when all have answered.
-
-        Args:
-            started: `time.monotonic()` from which the time counts.
-            spare_workers: How many workers may be missing.
-
-        Raises:
-            ClusterStartupError: If one does not, or is another one.
-        """
+        """Returns when all have answered."""
         next_log, self._spare_workers = started + _LOG_EVERY, spare_workers
         while True:
             left = started + timeout - time.monotonic()
@@ -266,7 +237,6 @@ class PeerDiscovery:
         return len(self._missing) == len(workers) <= self._spare_workers
 
     def _awaited(self) -> set[str]:
-        """Names of those that are about to call."""
         return self._also_waiting
 
     def _let_others_see_me(self) -> None:
@@ -534,27 +504,12 @@ def wait_for_cluster(
 
 
 def check_local_address(config: TaskConfig, log: Callable[[str], None] | None = None) -> None:
-    """Checks that this task's own address can be bound.
-
-    Args:
-        log: As for `wait_for_cluster`.
-
-    Raises:
-        ClusterStartupError: If another process holds the port, or the address
-            is not this machine's.
-    """
+    """Checks that this task's own address can be bound."""
     check_own_address(config, PeerIdentity.of(config), 0.0, log or _log)
 
 
 def probe_peers(config: TaskConfig, timeout: float = 3.0) -> dict[str, str | None]:
-    """Tries to connect to every other task once.
-
-    Args:
-        timeout: Seconds that one connection may take.
-
-    Returns:
-        Dict from task name to `None` (reachable) or the reason why not.
-    """
+    """Tries to connect to every other task once."""
 
     def probe(address: str) -> str | None:
         try:

@@ -46,17 +46,11 @@ from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 # Processes of a cluster's tasks, with their output and their logs.
 
-
 _WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py")
 
 
 class TaskProcesses:
     """Processes of tasks, each in a group of its own, until they are reaped.
-
-    Args:
-        console: A `Console` that shows what tasks say, or None.
-        network: Network namespaces of the tasks, or None.
-        warm: A `WarmPython` whose forks run a Python script, or None.
 
     Attributes:
         log_starts: Dict from task name to the bytes that its log had before.
@@ -104,16 +98,7 @@ class TaskProcesses:
     def start(
         self, rank: int, name: str, environ: Mapping[str, str], start: int, has_input: bool
     ) -> int:
-        """Starts a task, also once more.
-
-        Args:
-            rank: Its number in the cluster.
-            start: How often the job, or the task, was started before.
-            has_input: Whether it reads standard input, until `close_input`.
-
-        Returns:
-            Its process id.
-        """
+        """Starts a task, also once more."""
         with self._lock if name in self._processes else contextlib.nullcontext():
             if name in self._processes:
                 # Its id may be another process's from here on.
@@ -163,11 +148,7 @@ class TaskProcesses:
         return exit_code_of(self._processes[name])  # type: ignore[arg-type]
 
     def signal(self, names: Iterable[str], number: int, to_children: bool = True) -> None:
-        """Sends a signal to tasks, unless all have ended.
-
-        Args:
-            to_children: Whether to what they have started as well.
-        """
+        """Sends a signal to tasks, unless all have ended."""
         send = os.killpg if to_children else os.kill
         with self._lock:
             for name in [] if self.is_released else names:
@@ -180,11 +161,7 @@ class TaskProcesses:
         self.signal(self._processes, signal.SIGKILL)
 
     def release(self, may_leave: bool) -> None:
-        """Reaps all, once they have ended.
-
-        Args:
-            may_leave: Whether what they have started in sessions of its own may go on.
-        """
+        """Reaps all, once they have ended."""
         self._left.end(may_leave)
         with self._lock:
             self.is_released = True  # from here on, a process id may be another process's
@@ -203,7 +180,6 @@ class TaskProcesses:
 
 
 # A cluster of local processes: started, watched, and ended as one.
-
 
 _POLL = 0.05
 
@@ -543,15 +519,6 @@ def run(
     pause, which doubles with each such failure in a row. One that was ended by a signal or its
     time-out, whose command line was wrong, or whose chief has ended well without the worker that
     failed, is not started again.
-
-    Example:
-
-    ```python
-    result = restarts.run(
-        lambda restart: LocalCluster(command, workers=2, log_dir=folder, restart=restart),
-        max_restarts=3,
-    )
-    ```
 
     Args:
         make_cluster: Function of the number of restarts up to now that returns a `LocalCluster`.

@@ -18,9 +18,16 @@ import tensorflow as tf
 
 from keras_psplus import versions
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel import tls
-from keras_psplus.cluster.channel.sessions import Authenticator, RefusedError, Secret, Session
-from keras_psplus.cluster.channel.transport import ChannelClient, ChannelError, ChannelServer
+from keras_psplus.cluster.channel import (
+    Authenticator,
+    ChannelClient,
+    ChannelError,
+    ChannelServer,
+    RefusedError,
+    Secret,
+    Session,
+    Tls,
+)
 from keras_psplus.cluster.config import (
     ClusterConfigError,
     ClusterStartupError,
@@ -46,22 +53,13 @@ from keras_psplus.process_identity import own_id
 
 # The control channel of a task that serves TensorFlow, on a port of its own.
 
-
 _CONNECT_SECONDS, _ANSWER_SECONDS = 2.0, 15.0
 
 
 def listen(
     config: TaskConfig, gate: Authenticator, answer: Callable[[str, str], str], host: str = "[::]"
 ) -> ChannelServer:
-    """Answers who knows the job's token, on the port of the task's control channel.
-
-    Args:
-        answer: As `handle` of `ChannelServer`.
-        host: Host to listen on; all interfaces by default, as TensorFlow's server does.
-
-    Raises:
-        ClusterStartupError: If the port is taken.
-    """
+    """Answers who knows the job's token, on the port of the task's control channel."""
     assert config.address is not None
     _, port = split_address(control_address(config.address))
     try:
@@ -78,11 +76,7 @@ def listen(
 def listen_to_chief(
     config: TaskConfig, functions: Mapping[str, Callable[..., Any]]
 ) -> ChannelServer:
-    """Has functions called by a chief, by their names; their types are those of JSON.
-
-    Raises:
-        ClusterStartupError: If the port is taken.
-    """
+    """Has functions called by a chief, by their names; their types are those of JSON."""
     gate = Authenticator(
         _secret(),
         f"{config.name} belongs to another job: its token differs. Start all tasks with the same "
@@ -99,17 +93,13 @@ def listen_to_chief(
 def ask(task: str, what: str, arguments: dict[str, Any], timeout: float = _ANSWER_SECONDS) -> Any:
     """Calls a function of a task that serves.
 
-    Args:
-        task: The task's own address, `host:port`.
-        timeout: Seconds that an answer may take.
-
     Raises:
         RefusedError: If the task has another token.
         ConnectionError: If nothing of this library answers there.
         TimeoutError: If the port cannot be reached, as behind a firewall.
         OSError: If the two disagree on TLS.
     """
-    address, own_tls = control_address(task), tls.Tls.from_env()
+    address, own_tls = control_address(task), Tls.from_env()
     try:
         handshake.connect(address, _CONNECT_SECONDS).close()
     except ConnectionRefusedError:
@@ -135,11 +125,7 @@ _START_SECONDS = 30.0
 
 
 class LeaseHolder:
-    """Notes, in a task that serves, which chief it belongs to.
-
-    Args:
-        leader: Address of the chief that it expects.
-    """
+    """Notes, in a task that serves, which chief it belongs to."""
 
     def __init__(self, leader: str) -> None:
         self._leader = leader
@@ -148,12 +134,6 @@ class LeaseHolder:
 
     def claim(self, who: str, host: str, process: str, address: str | None) -> str | None:
         """Gives this task to a chief, unless another one has it.
-
-        Args:
-            who: Words that name the chief.
-            host: The host on which it runs.
-            process: What tells its process from others.
-            address: Its own address, or None if it says none.
 
         Returns:
             None, or words that name the one that has it.
@@ -175,15 +155,7 @@ class LeaseHolder:
 
 
 class ServerLease:
-    """A chief's side of `LeaseHolder`.
-
-    Args:
-        cluster: Dict from job names to lists of addresses.
-        config: `TaskConfig` of the chief, or None if it has none.
-
-    Attributes:
-        servers: Dict from the servers' names to their addresses.
-    """
+    """A chief's side of `LeaseHolder`."""
 
     def __init__(
         self, cluster: Mapping[str, Sequence[str]], config: TaskConfig | None = None
@@ -200,14 +172,7 @@ class ServerLease:
         self._own = {"who": me.who, "host": me.host, **own}
 
     def claim_all(self, but: Collection[str] = ()) -> None:
-        """Claims all servers.
-
-        Args:
-            but: Names of those that are not there yet.
-
-        Raises:
-            ClusterStartupError: If one belongs to another chief, or to a job with another token.
-        """
+        """Claims all servers."""
         first, *others = [name for name in self.servers if name not in but]
         self.claim(first)
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
@@ -255,7 +220,6 @@ class ServerLease:
 # control channels. A server that was greeted and received no shutdown message knows that its chief
 # has died.
 
-
 _HELLO, _SHUTDOWN = "hello", "shutdown"
 _SHUTDOWN_SECONDS = 3.0
 
@@ -289,10 +253,6 @@ class ShutdownNotifier:
     """Greets the servers, and takes leave of them when this process ends well.
 
     A script that ends by an exception does not end well.
-
-    Args:
-        addresses: The servers' addresses, by their task names.
-        but: Names of those that are not there yet.
     """
 
     def __init__(self, addresses: Mapping[str, str], but: Collection[str] = ()) -> None:
@@ -380,15 +340,6 @@ def serve(
     `keras_psplus.ParameterServerStrategy` says whether it ends well; any
     other's end is taken for a good one.
 
-    Example:
-
-    ```python
-    config = read_task_config()
-    if config.task_type in ("ps", "worker"):
-        serve(config)
-        os._exit(0)  # TensorFlow's server cannot be stopped in any other way
-    ```
-
     Args:
         config: The `TaskConfig` of a ps or worker task. Without a chief in
             the cluster, worker 0 takes its place.
@@ -398,15 +349,6 @@ def serve(
         log: Function that takes a line of progress; writes to stderr by
             default.
         may_leave: Whether SIGTERM ends this process, and the chief goes on without it.
-
-    Returns:
-        The `tf.distribute.Server`, which still runs.
-
-    Raises:
-        ClusterConfigError: If this task cannot serve anybody.
-        ClusterStartupError: If this task's address cannot be used or the
-            chief does not come.
-        ChiefLostError: If the chief has ended without having said so.
     """
     log = log or log_line
     leader, address = _leader(config)
@@ -480,21 +422,7 @@ def outlive(
     chief_gone: float,
     log: Callable[[str], None] | None = None,
 ) -> None:
-    """Waits until the chief has come and has ended.
-
-    Args:
-        config: The `TaskConfig` of a task that serves.
-        has_come: Function that tells whether the chief has been heard of.
-        is_lost: Function that tells whether a chief that has ended has not ended well.
-        has_left: Function that tells whether the chief has said that it is about to end.
-        startup_timeout: Seconds to wait for the chief.
-        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
-        log: Function that takes a line of progress; writes to stderr by default.
-
-    Raises:
-        ClusterStartupError: If the chief does not come.
-        ChiefLostError: If the chief has ended without having said so.
-    """
+    """Waits until the chief has come and has ended."""
     log = log or log_line
     leader, address = _leader(config)
     if not _within(
@@ -567,7 +495,6 @@ def _leader(config: TaskConfig) -> tuple[str, str]:
 
 
 def _within(seconds: float, condition: Callable[[str], bool], address: str) -> bool:
-    """Waits until the condition holds; False if it did not in time."""
     deadline = time.monotonic() + seconds
     while not condition(address):
         if time.monotonic() >= deadline:

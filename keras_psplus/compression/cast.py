@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras_psplus.arguments import flag, shown
 from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
-from keras_psplus.native.devices import has_gpus
+from keras_psplus.native import has_gpus
 
 _DTYPES = ("bfloat16", "float16")
 

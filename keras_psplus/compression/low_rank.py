@@ -23,7 +23,7 @@ from keras_psplus.compression import outer_products
 from keras_psplus.compression.base import Compressor, DType, Payload, Shape, Step
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import check_floating, seed_number, size_of
-from keras_psplus.native.devices import has_gpus
+from keras_psplus.native import has_gpus
 
 # No matrix is so large that more would save anything.
 _LARGEST_RANK = 2**20

@@ -9,7 +9,7 @@ from keras_psplus.arguments import flag, whole_number
 from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
-from keras_psplus.native.devices import has_gpus
+from keras_psplus.native import has_gpus
 
 # Below this, a block's scale or its inverse would leave float32's normal range.
 _TINY = 1.5e-36

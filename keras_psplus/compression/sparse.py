@@ -13,7 +13,7 @@ from keras_psplus.compression.base import DType, Payload, Shape, Step
 from keras_psplus.compression.cast import saturating_cast
 from keras_psplus.compression.options import seed_number
 from keras_psplus.compression.rows import RowCompressor, rows_and_size
-from keras_psplus.native.devices import has_gpus
+from keras_psplus.native import has_gpus
 
 # Indices of elements: in two bytes each, and what is put there.
 

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core import gradient_path
+from keras_psplus.core import gradient_path, models
 from keras_psplus.core.base import checks
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.batch import losses
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.core.graph.compiled_calls import CompilationCount, CompiledCalls
-from keras_psplus.core.graph.compiled_function import CompiledFunction
-from keras_psplus.core.models import building, model_saving
+from keras_psplus.core.graph.compiled_calls import CompilationCount, CompiledCalls, CompiledFunction
 from keras_psplus.core.strategy_engine import StrategyEngine
 from keras_psplus.engine import Call, answers
 
@@ -41,7 +39,7 @@ class DistributedEngine(StrategyEngine):
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         super().__init__(strategy)
-        self._builder = building.Builder(self.trace_step)
+        self._builder = models.Builder(self.trace_step)
         self._ask_for_xla: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._compilations: weakref.WeakKeyDictionary[keras.Model, CompilationCount]
         self._compilations = weakref.WeakKeyDictionary()
@@ -103,14 +101,9 @@ class DistributedEngine(StrategyEngine):
         checks.check_variables(self.strategy, call.owner)
 
     def trace_step(self, model: keras.Model, step: Callable[..., Any], batch_spec: Any) -> None:
-        """Traces a step that makes variables, and runs nothing of it.
-
-        Args:
-            step: Its `train_step` or `test_step`.
-            batch_spec: Type specification of a batch.
-        """
+        """Traces a step that makes variables, and runs nothing of it."""
         step = model._autoconvert_optionals(step)
-        building.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
+        models.trace(lambda batch: self.strategy.run(step, args=(batch,)), batch_spec)
 
     def run(self, call: Call) -> Any:
         if call.name == "compile":
@@ -167,12 +160,12 @@ class DistributedEngine(StrategyEngine):
     @answers("save", "save_weights")
     def _save(self, call: Call) -> Any:
         self.finish_steps()
-        return model_saving.save(self.strategy, call)
+        return models.save(self.strategy, call)
 
     @answers("export")
     def _export(self, call: Call) -> Any:
         self.finish_steps()
-        export = model_saving.export_copies if self.exports_copies else model_saving.export
+        export = models.export_copies if self.exports_copies else models.export
         return export(self.strategy, call)
 
     @answers("checkpoint")
@@ -188,9 +181,6 @@ class DistributedEngine(StrategyEngine):
 
 def symbolic_batch(spec: Any) -> Any:
     """A batch's type specification with what Keras's symbolic build asks of a batch.
-
-    Args:
-        spec: Nested structure of `tf.TypeSpec`.
 
     Returns:
         The same structure, with None for what has no dtype.

@@ -47,15 +47,8 @@ def measure(
 ) -> dict[str, Any]:
     """Runs some steps of a model with one worker's batch and with the global one.
 
-    Args:
-        model: Model that the script was about to train.
-        workers: Number of workers, which share each batch.
-
     Returns:
-        What `keras_psplus.planning.step_bytes.Facts` holds, as JSON has it.
-
-    Raises:
-        ValueError: If there are no data, or no optimizer is given any gradients.
+        What `keras_psplus.planning.Facts` holds, as JSON has it.
     """
     whole = _dataset(fit, model, args, kwargs)
     batch = next(iter(whole.take(1)), None)
@@ -88,7 +81,6 @@ def measure(
 def _dataset(
     fit: Callable[..., Any], model: keras.Model, args: Any, kwargs: Any
 ) -> tf.data.Dataset:
-    """The batches of a call of `fit`, whole."""
     given = inspect.signature(fit).bind(model, *args, **kwargs).arguments
     data = {name: given[name] for name in _OF_FIT if given.get(name) is not None}
     return epoch_iterator.EpochIterator(**data).data_adapter.get_tf_dataset()
@@ -127,7 +119,6 @@ def _milliseconds(fit: Callable[..., Any], model: keras.Model, dataset: tf.data.
 def _gradients(
     model: keras.Model, batches: Sequence[Any]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Dense gradients of a step, and the rows of sparse ones."""
     found: dict[str, tuple[list[int], int | None]] = {}
     sparse: dict[str, list[int]] = {}
 
@@ -205,7 +196,6 @@ def _recording(model: keras.Model, record: Callable[[Any, Any], None]) -> Iterat
 
 
 def _slots(model: keras.Model) -> float:
-    """Numbers that the optimizer keeps for each weight."""
     weights = sum(math.prod(v.shape) for v in model.trainable_variables)
     kept = sum(math.prod(v.shape) for v in model.optimizer.variables if v.shape)
     return kept / weights if weights else 0.0
@@ -250,11 +240,7 @@ def stand_in() -> tf.distribute.Strategy | None:
 
 
 def before_training(strategy: tf.distribute.Strategy | None, call: Call) -> None:
-    """Answers a request, when a method that trains is called; returns if there is none.
-
-    Raises:
-        ValueError: If a plan was asked for that this call has nothing for.
-    """
+    """Answers a request, when a method that trains is called; returns if there is none."""
     request = read()
     if request is None:
         return

@@ -15,17 +15,15 @@ from keras_psplus.callbacks import CommunicationMonitor, add_step_report
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.monitor import goodput, step_times, task_report
 from keras_psplus.cluster.monitor.step_times import StepTimes
-from keras_psplus.core import plan
+from keras_psplus.core import data_position, models, plan
 from keras_psplus.core.backup import backup_callback
 from keras_psplus.core.backup.backup_tables import BackupTables
 from keras_psplus.core.backup.fit_progress import FitProgress
 from keras_psplus.core.base import checks
 from keras_psplus.core.base.optimizers import optimizers_of
 from keras_psplus.core.base.threads import BackgroundWriter
-from keras_psplus.core.data import data_position
 from keras_psplus.core.jobs.preemption import Preemption
-from keras_psplus.core.models import model_saving
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
 from keras_psplus.core.worker_state import WorkerFiles
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.keras_internals.keras_parts import stateless_scope, trainer
@@ -175,21 +173,11 @@ class StrategyEngine(Engine):
         backup_callback.end(self, event.owner)
 
     def data_position(self, iterator: Any) -> Any:
-        """Position in the data to save, beside the numbers of batches and epochs.
-
-        Returns:
-            What can be turned into JSON.
-        """
+        """Position in the data to save, beside the numbers of batches and epochs."""
         return None
 
     def skip_data(self, iterator: Any, epochs: int, batches: int, position: Any) -> None:
-        """Brings an epoch iterator, which has begun to iterate, to where training goes on.
-
-        Args:
-            epochs: How many epochs come before.
-            batches: How many batches of the present epoch do.
-            position: What `data_position` has returned there.
-        """
+        """Brings an epoch iterator, which has begun to iterate, to where training goes on."""
         data_position.skip(iterator, epochs, batches)
 
     @answers("steps_end", "test_steps_end")
@@ -205,7 +193,7 @@ class StrategyEngine(Engine):
 
     @answers("save", "save_weights")
     def _save(self, call: Call) -> Any:
-        return model_saving.save_in_place(call)
+        return models.save_in_place(call)
 
     # Callbacks.
 
@@ -459,9 +447,6 @@ def exchange(
     Args:
         callbacks: The callbacks of `fit`, which have heard of the end of the epoch.
         times: Text of this worker's step times.
-
-    Returns:
-        List of such texts of all workers.
     """
     monitors = [c for c in callbacks.callbacks if isinstance(c, CommunicationMonitor)]
     seconds = max((c.seconds for c in monitors if c.seconds is not None), default=None)
@@ -480,11 +465,7 @@ def exchange(
 
 
 def compare(packed: list[str], epoch: int, is_chief: bool) -> None:
-    """Has the chief name the task that held the others up in an epoch.
-
-    Args:
-        packed: What `EpochTimes.packed` has returned on each worker.
-    """
+    """Has the chief name the task that held the others up in an epoch."""
     if not is_chief:
         return
     times = {

@@ -26,7 +26,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.core.base.optimizers import optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import optimizers_of, steps_of, unwrapped
 from keras_psplus.files import integrity
 from keras_psplus.files.integrity import open_file
 from keras_psplus.files.replace import sync
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from keras_psplus.core.jobs.control import ControlPlane
 
 # Loaded values of states that a step has yet to make.
-
 
 Forms = Mapping[str, tuple[tf.TensorShape, tf.DType]]
 _MOST_NAMES = 3
@@ -63,16 +62,8 @@ class WaitingValues:
     ) -> dict[str, np.ndarray]:
         """Replaces what waits.
 
-        Args:
-            values: Arrays by names.
-            forms: Dict from the names of states that exist to their shapes and dtypes.
-            is_strict: Whether to raise for what does not fit.
-
         Returns:
             Those of states that exist, in their dtypes.
-
-        Raises:
-            ValueError: If one of these has no value, or one of another shape.
         """
         missing = [name for name in forms if name not in values]
         if is_strict and missing:
@@ -83,15 +74,7 @@ class WaitingValues:
         return fitting
 
     def take(self, forms: Forms, is_partial: bool = False) -> dict[str, np.ndarray]:
-        """Takes the values of states that are made together.
-
-        Args:
-            forms: Dict from their names to shapes and dtypes.
-            is_partial: Whether some of them may have their values already.
-
-        Raises:
-            ValueError: If values of `load_state_dict` are for other states.
-        """
+        """Takes the values of states that are made together."""
         found = {name: self._values.pop(name) for name in forms if name in self._values}
         if self._is_strict and not is_partial and len(found) < len(forms):
             others = {**found, **self._values}
@@ -145,9 +128,6 @@ _NAME = re.compile(r"([a-z]+)-(\d+)-of-(\d+)/(.+)", re.DOTALL)
 class WorkerState:
     """Base class of back ends.
 
-    Args:
-        finish_steps: Function that waits for steps that are under way.
-
     Attributes:
         kind: Word for what has a state of its own: a replica or a worker.
     """
@@ -200,12 +180,7 @@ class WorkerState:
     def assign(
         self, owner: Any, values: Mapping[int, Mapping[str, np.ndarray]], is_strict: bool
     ) -> None:
-        """Gives the owner's states their values, now or when a step makes them.
-
-        Args:
-            values: Dict from units to arrays by names.
-            is_strict: Whether to raise ValueError for what does not fit.
-        """
+        """Gives the owner's states their values, now or when a step makes them."""
         raise NotImplementedError
 
     # Common to all back ends.
@@ -213,12 +188,7 @@ class WorkerState:
     def entries(
         self, owners: Mapping[str, Any], lost: list[int]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields names and arrays of some owners' states.
-
-        Args:
-            owners: Dict from names to owners.
-            lost: List to which the units are added that cannot be reached.
-        """
+        """Yields names and arrays of some owners' states."""
         for owner_name, owner in owners.items():
             for unit in self.units:
                 arrays = () if unit in lost else self.arrays(owner, unit)
@@ -253,11 +223,7 @@ class WorkerState:
     def load_state_dict(
         self, optimizer: keras.optimizers.Optimizer, state: Mapping[str, np.ndarray]
     ) -> None:
-        """Loads what `state_dict` has returned, before the first step as well.
-
-        Raises:
-            ValueError: If it does not fit.
-        """
+        """Loads what `state_dict` has returned, before the first step as well."""
         self._check(state)
         self.finish_steps()
         self.assign(unwrapped(optimizer), self.by_unit("", state), is_strict=True)
@@ -315,7 +281,6 @@ class WorkerState:
 
 
 # File of named arrays: a ZIP archive with one `.npy` entry for each.
-
 
 _ENDING = ".npy"
 
@@ -428,14 +393,7 @@ class WorkerFiles:
         return {name: digest for one in answers for name, digest in one["files"].items()}
 
     def problems(self, folder: str, saved: Sequence[dict[str, str]]) -> list[list[str]]:
-        """Checks the workers' files of some states; on all workers.
-
-        Args:
-            saved: List of dicts as `save` has returned them.
-
-        Returns:
-            List of lists of texts, one list for each state.
-        """
+        """Checks the workers' files of some states; on all workers."""
         if not self._state.may_keep:
             return [[] for _ in saved]
         found = [self._problems_of(folder, files) for files in saved]
@@ -448,13 +406,7 @@ class WorkerFiles:
     def restore(
         self, model: keras.Model, folder: str, files: dict[str, str], problems: Sequence[str]
     ) -> None:
-        """Reads what `save` has written, on all workers or on none.
-
-        Args:
-            model: The model, as the chief has restored it.
-            files: What `save` has returned.
-            problems: What is wrong with them, on any worker.
-        """
+        """Reads what `save` has written, on all workers or on none."""
         state = self._state
         state.finish_steps()
         if problems:
@@ -468,13 +420,11 @@ class WorkerFiles:
                 state.assign(owner, state.by_unit(owner_name, arrays), is_strict=False)
 
     def delete(self, folder: str) -> None:
-        """Deletes this worker's files."""
         _remove(self._files(folder), folder)
 
     def _write(self, model: keras.Model, folder: str, lost: list[int]) -> dict[str, str]:
-        """Writes this process's file; returns its digest by its name."""
         tf.io.gfile.makedirs(_folder_in(folder))
-        used, number = set(self._files(folder).values()), _number_of_steps(model)
+        used, number = set(self._files(folder).values()), steps_of(model)
         while number in used:
             # Of a state that counts, or of one that was never written to its end.
             number += 1
@@ -491,7 +441,6 @@ class WorkerFiles:
             raise
 
     def _problems_of(self, folder: str, files: dict[str, str]) -> list[str]:
-        """Errors of this worker's file for a state."""
         own = self._own(files)
         if files and not own:
             return [f"there is no file of {self._state.layout}"]
@@ -535,10 +484,6 @@ def _warn_lost(why: str, folder: str) -> None:
         why,
         _folder_in(folder),
     )
-
-
-def _number_of_steps(model: keras.Model) -> int:
-    return sum(int(optimizer.iterations.numpy()) for optimizer in optimizers_of(model).values())
 
 
 def _folder_in(folder: str) -> str:

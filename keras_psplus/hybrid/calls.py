@@ -18,7 +18,7 @@ from tensorflow.distribute.experimental.rpc.kernels import gen_rpc_ops
 
 from keras_psplus.arguments import shown
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.core.jobs import failure
@@ -57,17 +57,14 @@ def token_of(task: TaskConfig, given: str | None) -> str:
 
 
 def is_secret(given: str | None) -> bool:
-    """Whether the job's token is more than the cluster's description."""
     return given is not None or bool(os.environ.get(TOKEN_VARIABLE))
 
 
 def method(table: int, what: str) -> str:
-    """The name of one method of one table, by the table's number."""
     return f"{table}/{what}"
 
 
 def readable(name: str) -> str:
-    """A method's name for people."""
     return f"table {name.replace('/', ', ')}" if "/" in name else name
 
 
@@ -83,8 +80,8 @@ _PURPOSE = "rows"
 class RowKey:
     """Two integers that a call for rows begins with.
 
-    They follow from the job's token and from the first process of a server, so that one that takes
-    its place goes on with them. A variable holds them, as constants would be in saved graphs.
+    They follow from the job's token and a server's first process, so that one in its place goes on
+    with them. A variable holds them, as constants would be in saved graphs.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -95,7 +92,6 @@ class RowKey:
             )
 
     def set(self, process: str) -> None:
-        """Makes it that of a server's process."""
         with tf.init_scope():
             self._variable.assign(tf.constant(self._secret.key_words(_PURPOSE, process), tf.int64))
 
@@ -106,11 +102,7 @@ class RowKey:
 def with_key_check(
     function: tf.types.experimental.PolymorphicFunction, key: RowKey
 ) -> tf.types.experimental.PolymorphicFunction:
-    """A method that does what another one does, for those who know the key.
-
-    Args:
-        function: `tf.function` with a signature, which is not called if the key is wrong.
-    """
+    """A method that does what another one does, for those who know the key."""
 
     @tf.function(
         input_signature=[tf.TensorSpec([2], tf.int64), *function.input_signature], autograph=False
@@ -141,14 +133,8 @@ class RpcClient:
     """A client of one parameter server.
 
     Operations of a graph that share a client are run in the order in which they were traced, so
-    what may overlap needs its own link.
-
-    Args:
-        patience: Seconds for which a server that cannot be reached is called again.
-        recovers: Whether a server that is started again is given what the one before had.
-        key: `rpc_auth.RowKey` that every call begins with, or None.
-        has_begun: Function that returns whether this process has taken a step; before, a call may
-            take longer.
+    what may overlap needs its own link. A server that cannot be reached is called again for
+    `patience` seconds; before this process `has_begun` to train, a call may take longer.
     """
 
     def __init__(
@@ -177,15 +163,7 @@ class RpcClient:
     def start(
         self, method: str, args: list[tf.Tensor], dtype: tf.DType, shape: Shape
     ) -> Callable[[], tf.Tensor]:
-        """Begins a call.
-
-        Args:
-            dtype: Of the one tensor that it returns.
-            shape: Its shape, as far as it is known.
-
-        Returns:
-            Function without arguments that waits for the answer and returns it.
-        """
+        """Begins a call; returns a function that waits for its one tensor."""
         args = args if self._key is None else [self._key.read(), *args]
         future = self._call(method, args)
         again = self._rarely_again(method, dtype, shape)
@@ -218,11 +196,7 @@ class RpcClient:
         return tf.ensure_shape(code, []), tf.ensure_shape(message, [])
 
     def _rarely_again(self, method: str, dtype: tf.DType, shape: Shape) -> Callable[..., tf.Tensor]:
-        """`_again` as a function of its own.
-
-        Inlined, its operations would be most of those that a step's graph has, each of them to be
-        passed over at each call.
-        """
+        """`_again` not inlined, which would make most of a step's graph."""
         key = method, dtype, tuple(shape)
         if key not in self._rarely:
 

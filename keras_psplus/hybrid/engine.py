@@ -42,10 +42,7 @@ else:
 
 @dataclasses.dataclass(eq=False)
 class TableContext:
-    """The objects of a `HybridStrategy` that its tables are made with.
-
-    Parts take this, or what they use of it, instead of the strategy, which makes all of them.
-    """
+    """The objects of a `HybridStrategy` that its tables are made with."""
 
     servers: Servers
     tables: Tables
@@ -265,7 +262,6 @@ class TableEngine(_Replicas):
     # Of gradients of what lies on workers.
 
     def _squares(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        """Squared norms, float32 scalars."""
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
         return [tf.reduce_sum(tf.square(tf.cast(one, tf.float32))) for one in values]
 
@@ -382,7 +378,6 @@ class ShardedHybridExtended(TableExtended, ShardedExtended):
 
 
 def _split(variables: Sequence[keras.Variable]) -> tuple[list[int], list[int]]:
-    """The numbers of those variables that are tables, and of the others."""
     tables = [i for i, variable in enumerate(variables) if table_of(variable) is not None]
     return tables, [i for i in range(len(variables)) if i not in tables]
 

@@ -80,7 +80,6 @@ class TableExtended(_Replicas):
         return self._clocks[key]
 
     def _pushes(self, table: Table) -> int:
-        """Number of pushes of all local replicas to a table."""
         clocks = list(self._clocks.items())
         return sum(int(clock.numpy()) for (key, _), clock in clocks if key == table.key)
 
@@ -88,14 +87,7 @@ class TableExtended(_Replicas):
         self.table_traffic.add([entry], current_replica())
 
     def lookup(self, variable: TableVariable, indices: tf.Tensor) -> tf.Tensor:
-        """Rows of a table.
-
-        Args:
-            indices: Integer tensor; negative ones count from the end.
-
-        Returns:
-            float32 tensor of shape `indices.shape + (dim,)`.
-        """
+        """Rows of a table; negative indices count from the end."""
         table = variable.table
         indices = tf.convert_to_tensor(indices)
         most = indices.shape.num_elements()
@@ -125,14 +117,7 @@ class TableExtended(_Replicas):
         return tf.ensure_shape(rows, [*indices.shape, table.dim])
 
     def lookup_keys(self, variable: DynamicVariable, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        """Rows of a dynamic table.
-
-        Args:
-            keys: int64 vector.
-
-        Returns:
-            float32 matrix with a row for each key.
-        """
+        """Rows of a dynamic table, one for each of a vector of keys."""
         table, step = variable.table, MirroredReplicaStep.current()
         unique, positions = tf.unique(keys)
         with tf.control_dependencies(self._ready()):
@@ -148,7 +133,7 @@ class TableExtended(_Replicas):
             rows = tf.cond(step.has_rows(), lambda: tf.identity(rows), lambda: nothing)
         # In the gradient of a branch, TensorFlow cannot read variables that the branch has not.
         count = tf.size(wanted)
-        kept = _all_rows if wanted is unique else lambda rows: rows[:count]
+        kept = (lambda rows: rows) if wanted is unique else (lambda rows: rows[:count])
         return variable.with_key_gradient(rows, unique, positions, kept)
 
     def _ready(self) -> list[tf.Tensor]:
@@ -163,7 +148,6 @@ class TableExtended(_Replicas):
         return [self._barrier.wait()]
 
     def _cache(self, table: Table) -> RowCache | None:
-        """The cache of a table in a step that may use it, or None."""
         step = MirroredReplicaStep.current()
         return None if step is None or step.engine.evaluates else self.row_caches.of(table)
 
@@ -192,11 +176,7 @@ class TableExtended(_Replicas):
         learning_rate: tf.Tensor | float,
         waits: bool = False,
     ) -> None:
-        """Sends a replica's gradient of a table.
-
-        Args:
-            waits: Whether the servers wait for `commit`.
-        """
+        """Sends a replica's gradient of a table, for which servers may wait for `commit`."""
         ids = tf.cast(slices.indices, _LONG)
         rows = tf.ensure_shape(tf.cast(slices.values, tf.float32), [None, table.dim])
         with tf.control_dependencies([] if waits else _before_update(table)):
@@ -295,10 +275,6 @@ class TableExtended(_Replicas):
 
 class HybridExtended(TableExtended, MultiWorkerMirroredExtended):
     """Additional APIs of `keras_psplus.HybridStrategy`."""
-
-
-def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    return rows
 
 
 def _before_update(table: Table) -> list[tf.Operation]:

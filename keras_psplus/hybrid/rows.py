@@ -27,13 +27,7 @@ _ALLOWED = (
 
 
 class RowCodec:
-    """Turns rows into words and back, each row by itself.
-
-    Args:
-        compressor: `Compressor` whose `encode_rows` serves, or None for rows as they are.
-        dim: Numbers in a row.
-        id_bytes: Bytes that a row's number, or its key, may take beside it.
-    """
+    """Turns rows into words and back, each row by itself, beside `id_bytes` of its number."""
 
     def __init__(
         self, compressor: compression.Compressor | None, dim: int, id_bytes: int = 5
@@ -49,15 +43,10 @@ class RowCodec:
 
     @property
     def rows_per_message(self) -> int:
-        """Rows per message, each with its number or key."""
         return MESSAGE_BYTES // (4 * self.width + self._id_bytes)
 
     def traffic(self, path: str, direction: str, ids: tf.Tensor) -> TensorTraffic:
-        """Bytes of a table's rows, each of which travels with its number.
-
-        Args:
-            ids: Numbers or keys of the rows.
-        """
+        """Bytes of a table's rows, each of which travels with its number."""
         compressor, count = self._compressor, tf.size(ids, tf.int64)
         name = None if compressor is None else repr(compressor)
         with tf.device("CPU:0"):
@@ -67,14 +56,12 @@ class RowCodec:
         return TensorTraffic(path, name, logical, sent, wire_bytes, direction=direction)
 
     def encode(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """float32 rows of shape `(n, dim)` as words of shape `(n, width)`."""
         if self._compressor is None:
             return rows
         payload = self._compressor.encode_rows(rows, step)
         return tf.ensure_shape(wire.pack(payload, tf.shape(rows)[0]), [None, self.width])
 
     def decode(self, words: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """The inverse of `encode`, but for what is lost."""
         if self._compressor is None:
             return words
         payload = wire.unpack(words, self._like, tf.shape(words)[0])
@@ -85,11 +72,7 @@ class RowCodec:
 def compressor_for_rows(
     argument: str, value: str | compression.Compressor | None
 ) -> compression.Compressor | None:
-    """Converts a user's compression argument for rows to a `Compressor` or None.
-
-    Raises:
-        ValueError: If it does nothing for rows, or leaves out what nobody sends later.
-    """
+    """Converts a user's compression argument for rows to a `Compressor` or None."""
     compressor = compression.get(value, argument, _ALLOWED)
     if compressor is None:
         return None
@@ -117,14 +100,8 @@ class NotRepeatable(ValueError):
 def repeat(tensor: tf.Tensor, sources: Mapping[Any, tf.Tensor]) -> tf.Tensor:
     """Repeats the operations between some tensors and one that is made of them.
 
-    Args:
-        sources: Dict from references of tensors of the same graph to those in their place.
-
-    Returns:
-        Tensor in the same graph. What does not depend on the sources is not repeated.
-
-    Raises:
-        NotRepeatable: If there are operations with side effects among them, or variables.
+    `sources` has, by references of tensors of the graph, those in their place. What does not depend
+    on them is not repeated; NotRepeatable is raised of side effects and variables.
     """
     for operation in operations_before([tensor], sources):
         _check_repeatable(operation)
@@ -163,8 +140,8 @@ _ELEMENTWISE = {"AddV2", "Cast", "Identity", "Mul", "Sub"}
 def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variable:
     """Makes a variable of this server's part of the table, with its first value.
 
-    Nothing else of a size near the variable's is in memory meanwhile, but for initializers that
-    need the whole table, such as `Orthogonal`.
+    Nothing else of a size near it is in memory meanwhile, but for initializers that need the whole
+    table, such as `Orthogonal`.
     """
     own, dim = rows_of(spec["rows"], server, servers), spec["dim"]
     variable = tf.Variable(tf.zeros([own, dim]), trainable=False)
@@ -179,7 +156,6 @@ def make_variable(spec: dict[str, Any], server: int, servers: int) -> tf.Variabl
 def _parts(
     spec: Mapping[str, Any], own: int, server: int, servers: int
 ) -> Iterator[tuple[int, tf.Tensor]]:
-    """Initial values of the server's rows, as pairs of a first row and values."""
     rows, dim = spec["rows"], spec["dim"]
     # Small beside the server's part.
     little = max(_PART_BYTES, 4 * own * dim // 16)
@@ -199,12 +175,7 @@ def _parts(
 
 
 def _ranges(config: Any, shape: tuple[int, int], little: int) -> Iterator[tuple[int, tf.Tensor]]:
-    """Initial values of a shape in ranges, as pairs of a first row and rows.
-
-    Args:
-        config: The serialized initializer.
-        little: Bytes up to which all of it is made at once.
-    """
+    """Initial values as pairs of a first row and rows; little is one pair."""
     initializer, (rows, dim) = keras.initializers.deserialize(config), shape
     part = None
     if 4 * rows * dim > little:
@@ -219,10 +190,7 @@ def _ranges(config: Any, shape: tuple[int, int], little: int) -> Iterator[tuple[
 
 
 def _by_ranges(initializer: Any, rows: int, dim: int) -> Callable[[int, int], tf.Tensor] | None:
-    """Function of a first row and a count that initializes only these rows.
-
-    None if the initializer does more than random numbers, constants and elementwise operations.
-    """
+    """Function that initializes a range of rows; None if it does more than elementwise work."""
     is_possible = True
 
     @tf.function(
@@ -244,7 +212,6 @@ def _by_ranges(initializer: Any, rows: int, dim: int) -> Callable[[int, int], tf
 
 
 def _sources(whole: tf.Tensor) -> list[tf.Tensor] | None:
-    """Source tensors of elementwise operations that compute a tensor, or None."""
     found, tensors = [], [whole]
     while tensors:
         tensor = tensors.pop()
@@ -296,8 +263,7 @@ _UNKNOWN = -1
 class MissingUpdates:
     """Counter of updates that a restart has lost, found from workers' pushes.
 
-    Args:
-        parts: A push's number is that of the step times this, plus that of a part.
+    A push's number is that of the step times `parts`, plus that of a part.
     """
 
     def __init__(self, replicas: int, parts: int) -> None:
@@ -309,15 +275,7 @@ class MissingUpdates:
         self._lost.assign(tf.fill(self._lost.shape, tf.constant(_UNKNOWN, _LONG)))
 
     def note(self, replica: tf.Tensor, push: tf.Tensor, last_push: tf.Tensor) -> tf.Tensor:
-        """Counts, at the first push of a replica, those that it will not send again.
-
-        Args:
-            push: The push's number.
-            last_push: That of the last one that is in the rows.
-
-        Returns:
-            A tensor to wait for.
-        """
+        """Counts, at the first push of a replica, those that it will not send again."""
 
         def count() -> tf.Tensor:
             whole = tf.maximum(push // self._parts - last_push // self._parts - 1, 0)
@@ -333,7 +291,6 @@ class MissingUpdates:
         return tf.cond(tf.equal(known, _UNKNOWN), count, lambda: known)
 
     def counted(self) -> tuple[int, bool]:
-        """Their number, and whether all replicas have been heard."""
         lost = self._lost.numpy()
         return int(lost[lost != _UNKNOWN].sum()), bool((lost != _UNKNOWN).all())
 
@@ -346,10 +303,6 @@ class RowUndoLog:
 
     A worker that asks ahead for the next batch's rows gets those of the same step, whether its
     request is faster or slower than the update that the others are making.
-
-    Args:
-        weights: `tf.Variable` of shape `(rows, dim)`.
-        version: `tf.Variable`, the number of steps that were applied.
     """
 
     def __init__(self, weights: tf.Variable, version: tf.Variable) -> None:
@@ -366,14 +319,7 @@ class RowUndoLog:
     def lookup(
         self, lock: tf.CriticalSection, encode: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     ) -> tf.types.experimental.PolymorphicFunction:
-        """Makes a method that looks rows up as of a given step.
-
-        The step is the present one or the one before.
-
-        Args:
-            lock: `tf.CriticalSection` of whatever changes the table.
-            encode: Function of rows and a step that compresses rows.
-        """
+        """Makes a method that looks rows up as of this step or the last."""
         signature = [tf.TensorSpec([], _LONG), tf.TensorSpec([None], _INT)]
 
         @tf.function(input_signature=signature, autograph=False)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.transport import ConnectionWatch
+from keras_psplus.cluster.channel import ConnectionWatch
 from keras_psplus.cluster.ports import control_address
 from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizers import by_place

@@ -17,12 +17,19 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from keras_psplus.all_reduce.liveness import stalls as all_reduce_stalls
-from keras_psplus.all_reduce.liveness.stalls import StepMarks
+from keras_psplus.all_reduce import liveness
+from keras_psplus.all_reduce.liveness import StepMarks
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import AnotherProcessError, RefusedError, Secret, Session
-from keras_psplus.cluster.channel.tls import Tls
-from keras_psplus.cluster.channel.transport import BUSY, ChannelClient, ChannelError
+from keras_psplus.cluster.channel import (
+    BUSY,
+    AnotherProcessError,
+    ChannelClient,
+    ChannelError,
+    RefusedError,
+    Secret,
+    Session,
+    Tls,
+)
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig, task_name
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
@@ -38,14 +45,11 @@ _LATE = {"error": "This request has had its answer. Received: a request that com
 
 
 class TicketBook:
-    """A client's side: numbers its requests."""
-
     def __init__(self) -> None:
         self._client, self._numbers = uuid.uuid4().hex, itertools.count(1)
         self._last, self._open, self._lock = 0, set[int](), threading.Lock()
 
     def open(self) -> int:
-        """The number of a new request."""
         with self._lock:
             self._last = next(self._numbers)
             self._open.add(self._last)
@@ -70,14 +74,9 @@ class Tickets:
         self._lock = threading.Lock()
 
     def take(self, client: str, number: int, read: int) -> bool:
-        """Notes a request.
+        """Notes a request; returns whether it has not come before.
 
-        Args:
-            client: What tells its client from others.
-            read: The number up to which the client has all answers.
-
-        Returns:
-            Whether it has not come before.
+        The client has all answers up to the number `read`.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())
@@ -88,7 +87,6 @@ class Tickets:
             return is_new
 
     def put(self, client: str, number: int, answer: dict[str, Any]) -> None:
-        """Keeps an answer until the client has it."""
         with self._lock:
             known = self._clients[client]
             if number in known.answers:  # Otherwise it is not waited for any more.
@@ -131,8 +129,6 @@ _ANOTHER_PROCESS = (
 
 
 class ControlLink:
-    """Requests that are not part of training steps."""
-
     def __init__(self, name: str, address: str, secret: Secret, timeout: float) -> None:
         self.name, self.address = name, address
         self._timeout, self._tls = timeout, Tls.from_env()
@@ -142,7 +138,6 @@ class ControlLink:
 
     @property
     def nonce(self) -> str | None:
-        """Nonce of the server's process, once it is known."""
         return self._session.process
 
     @nonce.setter
@@ -150,11 +145,7 @@ class ControlLink:
         self._session.process = nonce
 
     def request(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Sends a request and returns the answer, a dict.
-
-        Raises:
-            TableServerError: If it is refused, or there is no answer in time.
-        """
+        """Sends a request; returns the answer, or raises TableServerError."""
         return self.begin(what, **arguments)()
 
     def begin(self, what: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
@@ -246,9 +237,8 @@ _POLL_SECONDS = 0.2
 class Servers:
     """The parameter servers of a job.
 
-    Args:
-        patience: Seconds for which a server that cannot be reached is called again.
-        recovers: Whether a server that is started again is given what the one before had.
+    One that cannot be reached is called again for `patience` seconds; with `recovers`, one that is
+    started again is given what the one before had.
     """
 
     def __init__(
@@ -261,7 +251,7 @@ class Servers:
         has_begun: Callable[[], bool] = lambda: True,
     ) -> None:
         self._task, self._secret, self._has_begun = task, secret, has_begun
-        self._peers = [
+        self.peers = [
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
@@ -273,27 +263,25 @@ class Servers:
         self._unnamed: dict[int, ControlLink] = {}
         self._watching: dict[int, ControlLink] = {}
         self._at_good_end: list[Callable[[], None]] = []
-        self._control = [ControlLink(*peer, secret, timeout) for peer in self._peers]
-        self._row_keys = [RowKey(secret) for _ in self._peers]
+        self._control = [ControlLink(*peer, secret, timeout) for peer in self.peers]
+        self._row_keys = [RowKey(secret) for _ in self.peers]
         # Of the servers' first processes, by which row keys go.
-        self._first_processes: list[str | None] = [None] * len(self._peers)
+        self._first_processes: list[str | None] = [None] * len(self.peers)
         self._startup_timeout = timeout
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self.peers)
 
     def new_links(self) -> list[RpcClient]:
         return [
             RpcClient(*peer, self._timeout, self._patience, self._recovers, key, self._has_begun)
-            for peer, key in zip(self._peers, self._row_keys)
+            for peer, key in zip(self.peers, self._row_keys)
         ]
 
     def greet(self, agreed: str, replicas: int, timeout: float) -> None:
-        """Says hello to all servers, and that it shuts down when this process ends well.
+        """Says hello to all servers, and goodbye when this process ends well.
 
-        Args:
-            agreed: Text that has to be equal in all processes of the job.
-            replicas: Number of replicas, as well.
+        The text `agreed`, and the number of replicas, have to be equal in all processes of the job.
         """
         self._startup_timeout = timeout
         own = {"worker": self._task.name, "process": own_id()}
@@ -309,8 +297,7 @@ class Servers:
             atexit.register(self._at_exit)
 
     def _greet(self, index: int, deadline: float) -> dict[str, Any]:
-        """Says hello to a server that begins with the job; returns its answer."""
-        name, address = self._peers[index]
+        name, address = self.peers[index]
         while True:
             # Before it is called: a client whose call has failed waits longer each time.
             self._wait_until(lambda: handshake.listens(address), name, address, deadline)
@@ -342,7 +329,6 @@ class Servers:
             time.sleep(_POLL_SECONDS)
 
     def at_good_end(self, function: Callable[[], None]) -> None:
-        """Has a function called before this process, the chief's, ends well."""
         self._at_good_end.append(function)
 
     def make(self, what: str, **arguments: Any) -> None:
@@ -351,7 +337,6 @@ class Servers:
         self._made.append((what, arguments))
 
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Asks all servers for something, and waits until all of them have done it."""
         answers, errors, waits = [], [], []
         for link in self._control:
             try:
@@ -367,15 +352,10 @@ class Servers:
             raise errors[0]
         return answers
 
-    @property
-    def peers(self) -> list[tuple[str, str]]:
-        """Pairs of names and addresses of all servers."""
-        return list(self._peers)
-
     def find_restarted(self, index: int) -> ControlLink | None:
         """Connects to a server that has restarted; returns None if it has not."""
         if index not in self._unnamed:
-            self._unnamed[index] = ControlLink(*self._peers[index], self._secret, self._timeout)
+            self._unnamed[index] = ControlLink(*self.peers[index], self._secret, self._timeout)
         nonce = self._unnamed[index].request("who")["nonce"]
         if nonce == self._control[index].nonce:
             return None
@@ -384,11 +364,7 @@ class Servers:
         return link
 
     def recover(self, index: int, link: ControlLink, load: dict[str, Any]) -> None:
-        """Gives a server that was started again what the one before had.
-
-        Args:
-            load: From where it loads its rows: arguments of the request `"load"`.
-        """
+        """Gives a server in another's place what that had, and rows to `load`."""
         assigned = [(*where, count) for where, count in self._assigned.items()] if not index else []
         link.request(
             "recover",
@@ -401,9 +377,8 @@ class Servers:
         self._control[index] = link
 
     def pushes(self) -> list[list[int]]:
-        """Number of pushes of each replica to each shard: a list of lists."""
         found = []
-        for index, peer in enumerate(self._peers):
+        for index, peer in enumerate(self.peers):
             # From another thread than the one that trains.
             if index not in self._watching:
                 self._watching[index] = ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS)
@@ -412,7 +387,7 @@ class Servers:
 
     @functools.cached_property
     def _preemption_links(self) -> list[ControlLink]:
-        return [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self._peers]
+        return [ControlLink(*peer, self._secret, _SHUTDOWN_SECONDS) for peer in self.peers]
 
     def are_told_to_end(self) -> bool:
         """Whether a server that can be reached has got SIGTERM; for one thread."""
@@ -423,7 +398,6 @@ class Servers:
         return False
 
     def count_assignment(self, key: int, slot: int) -> None:
-        """Says that all of a table, or of a slot of it, has been set."""
         self._assigned[key, slot] += 1
         self._control[0].request("assigned", key=key, slot=slot)
 
@@ -431,11 +405,7 @@ class Servers:
         return self._control[0].request("assignments", key=key, slot=slot)["count"]
 
     def wait_for_assignment(self, key: int, slot: int, count: int, name: str) -> None:
-        """Waits until that has been said a number of times.
-
-        Raises:
-            TableServerError: If it is not, for longer than the chief may take to start.
-        """
+        """Waits, for as long as a start, until that has been said so often."""
         deadline = time.monotonic() + self._startup_timeout
         while self.assignments(key, slot) < count:
             if time.monotonic() >= deadline:
@@ -451,20 +421,15 @@ class Servers:
             return
         for function in self._at_good_end:
             function()
-        for name, address in self._peers:
+        for name, address in self.peers:
             try:
                 ControlLink(name, address, self._secret, _SHUTDOWN_SECONDS).request("shutdown")
             except TableServerError:
                 pass  # It has ended, or hangs.
 
 
-class StallProbe(all_reduce_stalls.StallProbe):
-    """Probe of `stalls.Inspector` on a worker.
-
-    Args:
-        is_sync: Whether servers apply a step's gradients of all workers at once.
-        servers: Function that returns the `Servers`, which are there before the first step.
-    """
+class StallProbe(liveness.StallProbe):
+    """Probe of `stalls.Inspector` on a worker."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,13 +14,13 @@ from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
 from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.all_reduce.data.elements import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.arguments import flag, folder, seconds, text, whole_number
 from keras_psplus.cluster import config, serving
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.handshake import PeerIdentity
@@ -115,6 +115,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
     """
 
     _engine_class, _extended_class = HybridEngine, HybridExtended
+    _start = staticmethod(functools.partial(start, allow_ps=True))
 
     def __init__(
         self,
@@ -190,8 +191,18 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             if task.task_type == "ps":
                 is_free = tables_dir is None and calls.is_secret(job_token)
                 folders = None if is_free else [shard_files.full_path(tables_dir or os.getcwd())]
-                _serve_and_exit(
-                    task, secret, agreed, startup_timeout, folders, pull, push, sync, prefetch
+                options = {
+                    "server": task.task_index,
+                    "servers": task.num_ps,
+                    "pull_compressor": pull,
+                    "push_compressor": push,
+                    "sync": sync,
+                    "keeps_undo_log": sync and prefetch,
+                }
+                serving.end_process_after(
+                    lambda: table_server.serve(
+                        *(task, secret, options, agreed, startup_timeout, folders)
+                    )
                 )
         with catalogue.settled():
             super().__init__(
@@ -251,27 +262,14 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             Recovery(servers, backup_tables, table_timeout).start()
 
     def _waits(self, task: TaskConfig) -> StallProbe:
+        world = self.extended.world
         return StallProbe(
-            task,
-            self.progress,
-            self._step_marks,
-            self.extended.world,
-            self._sync,
-            self._find_servers,
+            *(task, self.progress, self._step_marks, world), self._sync, self._find_servers
         )
 
     def _find_servers(self) -> Servers:
         assert self._context is not None
         return self._context.servers
-
-    @staticmethod
-    def _start(
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-        startup_timeout: float,
-        heartbeat_timeout: float,
-        allow_ps: bool = True,
-    ) -> TaskConfig | None:
-        return start(cluster_resolver, startup_timeout, heartbeat_timeout, allow_ps)
 
     @property
     def _distributes(self) -> bool:
@@ -355,27 +353,3 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
             return (with_lookahead if has_next else in_step)(*args, **kwargs)
 
         return tf.autograph.experimental.do_not_convert(in_either)
-
-
-def _serve_and_exit(
-    task: TaskConfig,
-    secret: Secret,
-    agreed: str,
-    startup_timeout: float,
-    folders: Sequence[str] | None,
-    pull: Compressor | None,
-    push: Compressor | None,
-    sync: bool,
-    prefetch: bool,
-) -> NoReturn:
-    options = {
-        "server": task.task_index,
-        "servers": task.num_ps,
-        "pull_compressor": pull,
-        "push_compressor": push,
-        "sync": sync,
-        "keeps_undo_log": sync and prefetch,
-    }
-    serving.end_process_after(
-        lambda: table_server.serve(task, secret, options, agreed, startup_timeout, folders)
-    )

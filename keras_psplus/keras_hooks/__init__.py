@@ -4,7 +4,8 @@
 Keras, `variables` also those of TensorFlow and Python. `keras-psplus doctor --hooks` prints it.
 """
 
-from keras_psplus.keras_hooks import keras_rs, training, variables
+from keras_psplus.keras_hooks import training, variables
+from keras_psplus.keras_hooks import variables as keras_rs
 
 HOOKS = (
     *training.TRAINER,
@@ -24,22 +25,13 @@ _installed = False
 
 
 def check() -> None:
-    """Checks that all functions are there.
-
-    Raises:
-        ImportError: If this Keras, or TensorFlow, has no function that is to be replaced, or one
-            that takes other parameters.
-    """
+    """Checks that all functions are there."""
     for hook in HOOKS:
         hook.check_signature()
 
 
 def install() -> None:
-    """Installs all hooks, once.
-
-    Raises:
-        ImportError: As `check`. None is replaced then.
-    """
+    """Installs all hooks, once."""
     global _installed
     if _installed:
         return

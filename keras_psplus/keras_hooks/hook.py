@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import tensorflow as tf
 
+from keras_psplus.core import models
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.core.models import model_saving
-from keras_psplus.core.models.live import OutsideScope
+from keras_psplus.core.live import OutsideScope
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tables import local
@@ -33,7 +34,7 @@ class Hook:
 
     Attributes:
         owner: The class or module that has it.
-        parameters: Names of its parameters that are relied on, in order.
+        function: Its name, and those of its parameters that are relied on, in order.
         find: Function of one of its arguments that returns the engine to ask, or None. None for
             what a module changes on objects of its own.
         ask: Name of the engine's method; a function of the `Call`, where all engines answer alike;
@@ -46,14 +47,21 @@ class Hook:
     """
 
     owner: Any
-    name: str
-    parameters: list[str]
+    function: str
     find: Callable[..., Any] | None
     ask: str | Callable[[Call], Any]
     why: str
     call: str = ""
     by: int = 0
     is_added: bool = False
+
+    @functools.cached_property
+    def name(self) -> str:
+        return self.function.partition("(")[0]
+
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\w+", self.function.partition("(")[2])
 
     @property
     def where(self) -> str:
@@ -109,11 +117,7 @@ class Hook:
         return self.parameters[self.by] if self.parameters else ""
 
     def install(self) -> None:
-        """Replaces the function.
-
-        Raises:
-            ImportError: If it does not fit.
-        """
+        """Replaces the function."""
         self.check_signature()
         find, ask, by, name = self.find, self.ask, self.by, self._by_name
         if find is None:
@@ -163,7 +167,6 @@ class Hook:
 # It is that of the strategy of a model, an optimizer, a scope, or a step. A finder is given one
 # argument of the function that is called: `Hook.by` says which.
 
-
 _outside = OutsideScope()
 
 
@@ -200,7 +203,7 @@ def of_archive(archive: Any) -> Engine | None:
 
     None while a model is exported, which has an archive of its own.
     """
-    if model_saving.exporting_flag:
+    if models.exporting_flag:
         return None
     return next(filter(None, map(of_variable, archive.variables)), None) or of_scope()
 

@@ -6,10 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import gradient_path
+from keras_psplus.core import data_position, gradient_path, live
 from keras_psplus.core.batch import losses
-from keras_psplus.core.data import epochs
-from keras_psplus.core.models import live
 from keras_psplus.engine import Call
 from keras_psplus.keras_hooks.hook import (
     Hook,
@@ -60,40 +58,35 @@ def end_of_steps(call: Call) -> Any:
 TRAINER = (
     Hook(
         BaseTrainer,
-        "compile",
-        ["self", "optimizer", "loss"],
+        "compile(self, optimizer, loss)",
         of_model,
         "run",
         "what cannot work is refused, and an optimizer given by name is made in the scope",
     ),
     Hook(
         BaseTrainer,
-        "compile_from_config",
-        ["self", "config"],
+        "compile_from_config(self, config)",
         of_loading,
         live.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(
         legacy_h5_format,
-        "load_model_from_hdf5",
-        ["filepath"],
+        "load_model_from_hdf5(filepath)",
         of_loading,
         live.load,
         "a model that is loaded from a file outside the scope need not be trained",
     ),
     Hook(
         TensorFlowTrainer,
-        "_maybe_symbolic_build",
-        ["self", "iterator", "data_batch"],
+        "_maybe_symbolic_build(self, iterator, data_batch)",
         of_model,
         "build",
         "variables are made in the scope, and no batch is drawn to see its shapes",
     ),
     Hook(
         TensorFlowTrainer,
-        "_make_function",
-        ["self", "step_function"],
+        "_make_function(self, step_function)",
         of_model,
         "make_step",
         "a step runs on all replicas and makes metrics global, or is sent to a worker",
@@ -101,8 +94,7 @@ TRAINER = (
     ),
     Hook(
         TensorFlowTrainer,
-        "make_predict_function",
-        ["self", "force"],
+        "make_predict_function(self, force)",
         of_model,
         "make_step",
         "outputs are those of a replica's own rows, in the order of the data",
@@ -110,8 +102,7 @@ TRAINER = (
     *(
         Hook(
             TensorFlowTrainer,
-            name,
-            ["self", "x", "y"],
+            f"{name}(self, x, y)",
             of_model,
             "run",
             "errors of lost tasks are translated; steps under way are waited for",
@@ -121,8 +112,7 @@ TRAINER = (
     *(
         Hook(
             TensorFlowTrainer,
-            name,
-            ["self", "x"],
+            f"{name}(self, x)",
             of_model,
             "run",
             "updates of workers that step alone are settled; errors are translated",
@@ -132,8 +122,7 @@ TRAINER = (
     *(
         Hook(
             TensorFlowTrainer,
-            name,
-            ["self", "x"],
+            f"{name}(self, x)",
             of_model,
             "run",
             "updates of workers that step alone are settled; results keep the data's order",
@@ -142,16 +131,14 @@ TRAINER = (
     ),
     Hook(
         BaseTrainer,
-        "_get_metrics_result_or_logs",
-        ["self", "logs"],
+        "_get_metrics_result_or_logs(self, logs)",
         of_model,
         end_of_steps,
         "the end of an epoch's steps: workers agree on weights before validation and callbacks",
     ),
     Hook(
         tf_trainer,
-        "reduce_per_replica",
-        ["values", "strategy", "reduction"],
+        "reduce_per_replica(values, strategy, reduction)",
         engine_of,
         "collective",
         "steps have made logs equal already; outputs are gathered in rank order",
@@ -163,12 +150,10 @@ TRAINER = (
 
 # Data: the iterator over epochs, and how many steps an epoch has.
 
-
 DATA = (
     Hook(
         tf_trainer.TFEpochIterator,
-        "__init__",
-        ["self", "distribute_strategy"],
+        "__init__(self, distribute_strategy)",
         engine_of,
         "data",
         "each process reads its part of the global batches, or steps take them with them",
@@ -177,8 +162,7 @@ DATA = (
     ),
     Hook(
         tf_trainer.TFEpochIterator,
-        "tf_sync",
-        ["self"],
+        "tf_sync(self)",
         of_holder,
         "data",
         "steps that were sent to workers are waited for",
@@ -186,26 +170,23 @@ DATA = (
     ),
     Hook(
         epoch_iterator.EpochIterator,
-        "__iter__",
-        ["self"],
+        "__iter__(self)",
         of_holder,
-        epochs.begin,
+        data_position.begin_epochs,
         "training goes on after the batch of a backup",
     ),
     Hook(
         epoch_iterator.EpochIterator,
-        "_enumerate_iterator",
-        ["self"],
+        "_enumerate_iterator(self)",
         of_holder,
-        epochs.enumerate_steps,
+        data_position.enumerate_steps,
         "an epoch has as many steps as its data, not as the first epoch's",
     ),
     Hook(
         epoch_iterator.EpochIterator,
-        "_interrupted_warning",
-        ["self"],
+        "_interrupted_warning(self)",
         of_holder,
-        epochs.warn_of_early_end,
+        data_position.warn_of_early_end,
         "data of unknown length end like that, without a warning",
     ),
 )
@@ -213,15 +194,13 @@ DATA = (
 
 # Callbacks: the chief alone writes, all workers stop together, and backups are of all workers.
 
-
 _BACKUP = backup_and_restore.BackupAndRestore
 _LIST = callback_list.CallbackList
 
 CALLBACKS = (
     Hook(
         _LIST,
-        "set_model",
-        ["self", "model"],
+        "set_model(self, model)",
         of_model,
         "on",
         "callbacks that only write are left out on workers that are not the chief",
@@ -230,8 +209,7 @@ CALLBACKS = (
     ),
     Hook(
         _LIST,
-        "on_train_begin",
-        ["self", "logs"],
+        "on_train_begin(self, logs)",
         of_callback,
         "on",
         "a job resumes from its last backup",
@@ -239,8 +217,7 @@ CALLBACKS = (
     ),
     Hook(
         _LIST,
-        "on_epoch_begin",
-        ["self", "epoch", "logs"],
+        "on_epoch_begin(self, epoch, logs)",
         of_callback,
         "on",
         "a job resumes in the middle of an epoch",
@@ -248,8 +225,7 @@ CALLBACKS = (
     ),
     Hook(
         _LIST,
-        "on_train_batch_end",
-        ["self", "batch", "logs"],
+        "on_train_batch_end(self, batch, logs)",
         of_callback,
         "on",
         "a process that is told to end saves the job; TerminateOnNaN hears of late losses",
@@ -257,8 +233,7 @@ CALLBACKS = (
     ),
     Hook(
         _LIST,
-        "on_epoch_end",
-        ["self", "epoch", "logs"],
+        "on_epoch_end(self, epoch, logs)",
         of_callback,
         "on",
         "all workers stop if one does",
@@ -266,16 +241,14 @@ CALLBACKS = (
     ),
     Hook(
         progbar_logger.ProgbarLogger,
-        "on_epoch_end",
-        ["self", "epoch", "logs"],
+        "on_epoch_end(self, epoch, logs)",
         of_callback,
-        epochs.end_progress,
+        data_position.end_progress,
         "the next epoch may have another number of steps",
     ),
     Hook(
         model_checkpoint.ModelCheckpoint,
-        "_save_model",
-        ["self", "epoch", "batch", "logs"],
+        "_save_model(self, epoch, batch, logs)",
         of_callback,
         "on",
         "the chief alone writes, once all workers have the same weights",
@@ -283,8 +256,7 @@ CALLBACKS = (
     ),
     Hook(
         _BACKUP,
-        "_save_model",
-        ["self"],
+        "_save_model(self)",
         of_callback,
         "on",
         "what each worker keeps is saved as well, and a kill leaves a whole state",
@@ -292,8 +264,7 @@ CALLBACKS = (
     ),
     Hook(
         _BACKUP,
-        "on_train_begin",
-        ["self", "logs"],
+        "on_train_begin(self, logs)",
         of_callback,
         "on",
         "all workers resume where the chief's files say, and none from damaged ones",
@@ -301,8 +272,7 @@ CALLBACKS = (
     ),
     Hook(
         _BACKUP,
-        "on_train_end",
-        ["self", "logs"],
+        "on_train_end(self, logs)",
         of_callback,
         "on",
         "the chief alone deletes what all workers share",
@@ -311,8 +281,7 @@ CALLBACKS = (
     *(
         Hook(
             keras.callbacks.SwapEMAWeights,
-            name,
-            ["self", "optimizer"],
+            f"{name}(self, optimizer)",
             of_callback,
             "write",
             "workers that share weights wait for each other once, and not for each of them",
@@ -325,12 +294,10 @@ CALLBACKS = (
 
 # Layers: their weights, and what they and users' steps ask of all replicas.
 
-
 LAYERS: tuple[Hook, ...] = (
     Hook(
         layers.Layer,
-        "__init__",
-        ["self"],
+        "__init__(self)",
         of_scope,
         "layer",
         "a layer belongs to the pipeline stage in whose context it is made",
@@ -338,8 +305,7 @@ LAYERS: tuple[Hook, ...] = (
     ),
     Hook(
         layers.Layer,
-        "__call__",
-        ["self"],
+        "__call__(self)",
         of_layer_call,
         "layer",
         "a layer runs on its stage; Keras 3.13 sums activity regularisers over rows",
@@ -347,8 +313,7 @@ LAYERS: tuple[Hook, ...] = (
     ),
     Hook(
         keras.Function,
-        "_run_through_graph",
-        ["self", "inputs", "operation_fn"],
+        "_run_through_graph(self, inputs, operation_fn)",
         of_layer_call,
         "layer",
         "XLA compiles the parts of a functional model that it can, stage by stage in a pipeline",
@@ -356,40 +321,35 @@ LAYERS: tuple[Hook, ...] = (
     ),
     Hook(
         layers.Layer,
-        "add_weight",
-        ["self"],
+        "add_weight(self)",
         of_scope,
         "make_variable",
         "the servers of a table apply its regulariser and constraint, to the rows of a step",
     ),
     Hook(
         layers.Layer,
-        "set_weights",
-        ["self", "weights"],
+        "set_weights(self, weights)",
         of_holder,
         "write",
         "workers that share weights wait for each other once, and not for each of them",
     ),
     Hook(
         layers.BatchNormalization,
-        "_moments",
-        ["self", "inputs", "mask"],
+        "_moments(self, inputs, mask)",
         of_step,
         losses.moments,
         "synchronised statistics are of all replicas also where there is a mask",
     ),
     Hook(
         distribute_lib.ReplicaContextBase,
-        "all_reduce",
-        ["self", "reduce_op", "value"],
+        "all_reduce(self, reduce_op, value)",
         of_step,
         "collective",
         "a replica without rows computes with one that does not count",
     ),
     Hook(
         distribute_lib.ReplicaContext,
-        "all_gather",
-        ["self", "value", "axis"],
+        "all_gather(self, value, axis)",
         of_step,
         "collective",
         "a replica without rows computes with one that does not count",
@@ -405,15 +365,13 @@ LAYERS: tuple[Hook, ...] = (
 # own rows, and the tape takes their gradients times `local_rows / global_rows`: the sum over
 # replicas is then the gradient of the mean over the global batch.
 
-
-_OF_LOGITS = ["target", "output", "from_logits", "axis"]
+_OF_LOGITS = "(target, output, from_logits, axis)"
 
 LOSSES = (
     *(
         Hook(
             loss_module,
-            name,
-            ["value"],
+            f"{name}(value)",
             of_step,
             losses.scale,
             "a loss is not divided by the number of replicas: its gradient is scaled by rows",
@@ -422,16 +380,14 @@ LOSSES = (
     ),
     Hook(
         loss_module,
-        "reduce_values",
-        ["values", "sample_weight", "reduction"],
+        "reduce_values(values, sample_weight, reduction)",
         of_step,
         losses.reduce_values,
         "sums are no means, and weighted means divide by the whole batch's weight",
     ),
     Hook(
         loss_module,
-        "apply_mask",
-        ["sample_weight", "mask", "dtype", "reduction"],
+        "apply_mask(sample_weight, mask, dtype, reduction)",
         of_step,
         losses.apply_mask,
         "masked means divide by the whole batch's number of entries",
@@ -439,46 +395,41 @@ LOSSES = (
     *(
         Hook(
             module,
-            name,
-            parameters,
+            function,
             of_step,
             "layer",
             "workers have parts of the logits of a cut layer, and exchange a few numbers of a row",
         )
-        for module, name, parameters in (
-            (nn_module, "sparse_categorical_crossentropy", _OF_LOGITS),
-            (nn_module, "categorical_crossentropy", _OF_LOGITS),
-            (numpy_module, "argmax", ["x", "axis", "keepdims"]),
+        for module, function in (
+            (nn_module, f"sparse_categorical_crossentropy{_OF_LOGITS}"),
+            (nn_module, f"categorical_crossentropy{_OF_LOGITS}"),
+            (numpy_module, "argmax(x, axis, keepdims)"),
         )
     ),
     Hook(
         reduction_metrics.Mean,
-        "update_state",
-        ["self", "values", "sample_weight"],
+        "update_state(self, values, sample_weight)",
         of_step,
         losses.update_mean,
         "a mean over a replica's rows counts by its rows",
     ),
     Hook(
         reduction_metrics.Sum,
-        "update_state",
-        ["self", "values", "sample_weight"],
+        "update_state(self, values, sample_weight)",
         of_step,
         losses.update_sum,
         "a loss of the batch is added once, not once by each replica",
     ),
     Hook(
         metrics.Metric,
-        "__getattribute__",
-        ["self", "name"],
+        "__getattribute__(self, name)",
         of_step,
         losses.get_attribute,
         "in any metric's `update_state`, losses are numbers of the replica's own rows",
     ),
     Hook(
         tf.GradientTape,
-        "gradient",
-        ["self", "target", "sources", "output_gradients", "unconnected_gradients"],
+        "gradient(self, target, sources, output_gradients, unconnected_gradients)",
         of_step,
         "gradient",
         "the gradient of a replica's mean counts by its rows",
@@ -491,7 +442,6 @@ LOSSES = (
 # Stock Keras clips each replica's own gradients and sums them afterwards, which no single process
 # would do. The order is written down in `core/gradient_path.py`.
 
-
 _BASE = base_optimizer.BaseOptimizer
 _TF = tf_optimizer.TFOptimizer
 _LOSS_SCALE = loss_scale_optimizer.LossScaleOptimizer
@@ -503,8 +453,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 OPTIMIZER = (
     Hook(
         _BASE,
-        "build",
-        ["self", "variables"],
+        "build(self, variables)",
         of_optimizer,
         gradient_path.build_optimizer,
         "the servers of a table learn which optimizer updates it",
@@ -512,8 +461,7 @@ OPTIMIZER = (
     ),
     Hook(
         _BASE,
-        "exclude_from_weight_decay",
-        ["self", "var_list", "var_names"],
+        "exclude_from_weight_decay(self, var_list, var_names)",
         of_variables,
         "read",
         "it keeps the keys of variables, which those of a stage have once they are made",
@@ -521,8 +469,7 @@ OPTIMIZER = (
     ),
     Hook(
         _TF,
-        "add_variable_from_reference",
-        ["self", "reference_variable", "name", "initializer"],
+        "add_variable_from_reference(self, reference_variable, name, initializer)",
         of_optimizer,
         gradient_path.add_slot,
         "the slots of a table are on its servers, and those of a dynamic one grow with it",
@@ -531,8 +478,7 @@ OPTIMIZER = (
     *(
         Hook(
             owner,
-            "apply",
-            ["self", "grads", "trainable_variables"],
+            "apply(self, grads, trainable_variables)",
             find,
             "apply",
             "`updates=` says when to step; synchronous workers hand their gradients over",
@@ -541,8 +487,7 @@ OPTIMIZER = (
     ),
     Hook(
         _TF,
-        "_overwrite_model_variables_with_average_value",
-        ["self", "trainable_variables"],
+        "_overwrite_model_variables_with_average_value(self, trainable_variables)",
         of_optimizer,
         "write",
         "workers that share weights wait for each other once, and not for each of them",
@@ -550,24 +495,21 @@ OPTIMIZER = (
     ),
     Hook(
         _LOSS_SCALE,
-        "check_finite",
-        ["self", "grads"],
+        "check_finite(self, grads)",
         of_optimizer,
         gradient_path.check_finite,
         "one replica's overflow must skip the step on all",
     ),
     Hook(
         _BASE,
-        "_backend_apply_gradients",
-        ["self", "grads", "trainable_variables"],
+        "_backend_apply_gradients(self, grads, trainable_variables)",
         of_optimizer,
         gradient_path.apply_gradients,
         "gradients are reduced before they are clipped; updates run beside their variables",
     ),
     Hook(
         _TF,
-        "_backend_update_step",
-        ["self", "grads", "trainable_variables", "learning_rate"],
+        "_backend_update_step(self, grads, trainable_variables, learning_rate)",
         of_optimizer,
         gradient_path.update_variables,
         "gradients are reduced already; those of variables on servers are pushed there",

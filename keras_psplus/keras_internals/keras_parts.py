@@ -4,10 +4,11 @@ Nothing else imports `keras.src`. Keras 3.16 has moved and renamed some of them;
 there is an `ImportError` with its name.
 """
 
+# ruff: noqa: F401 (others import them from here)
 from typing import Any
 
 import keras
-from keras.src import backend, callbacks, layers, losses, metrics, models, ops, tree
+from keras.src import backend, callbacks, layers, metrics, models, ops, tree
 from keras.src.backend.common import global_state, stateless_scope
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
@@ -30,46 +31,6 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from keras.src.utils import file_utils, io_utils
-
-__all__ = [
-    "array_data_adapter",
-    "array_slicing",
-    "backend",
-    "backup_and_restore",
-    "base_optimizer",
-    "callback_list",
-    "callbacks",
-    "data_adapter",
-    "epoch_iterator",
-    "file_utils",
-    "get_keras_mask",
-    "global_state",
-    "io_utils",
-    "is_class_weight_map",
-    "layers",
-    "legacy_h5_format",
-    "loss_module",
-    "loss_scale_optimizer",
-    "losses",
-    "metrics",
-    "model_checkpoint",
-    "model_module",
-    "models",
-    "ops",
-    "progbar_logger",
-    "py_dataset_adapter",
-    "reduction_metrics",
-    "saving_lib",
-    "seed_generator",
-    "set_keras_mask",
-    "stateless_scope",
-    "tf_dataset_adapter",
-    "tf_optimizer",
-    "tf_trainer",
-    "trainer",
-    "tree",
-    "unpack_x_y_sample_weight",
-]
 
 
 def _in_use(cls: Any, attribute: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus import activation
@@ -17,8 +18,9 @@ from keras_psplus.tables import policies
 from keras_psplus.tables.keys import ZEROS, to_keys
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tables.policies import check_cache
+from keras_psplus.tables.row_optimizer import check_constraint, check_regularizer
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
-from keras_psplus.tables.snapshot import Snapshot
+from keras_psplus.tables.snapshot import Contents, Snapshot
 
 COMBINERS = "sum", "mean", "sqrtn"
 
@@ -138,7 +140,72 @@ def _groups_of_sparse(ids: tf.SparseTensor) -> tuple[tf.Tensor, tf.Tensor, tf.Te
     return groups, tf.reduce_prod(shape), shape
 
 
+def _without(
+    ids: Any, weights: Any, is_padding: Callable[[tf.Tensor], tf.Tensor], has_combiner: bool
+) -> tuple[Any, Any]:
+    """Ids and weights of which padding is cut out, or, of dense ids, weighs nothing."""
+    if isinstance(ids, tf.SparseTensor):
+        kept = ~is_padding(ids.values)
+        if isinstance(weights, tf.SparseTensor):
+            weights = tf.sparse.retain(weights, kept)
+        elif weights is not None:
+            weights = tf.boolean_mask(weights, kept)
+        return tf.sparse.retain(ids, kept), weights
+    if isinstance(ids, tf.RaggedTensor):
+        kept = ids.with_flat_values(~is_padding(ids.flat_values))
+        if weights is not None and not isinstance(weights, tf.RaggedTensor):
+            weights = ids.with_flat_values(tf.convert_to_tensor(weights))
+        weights = None if weights is None else tf.ragged.boolean_mask(weights, kept)
+        return tf.ragged.boolean_mask(ids, kept), weights
+    if not has_combiner:
+        return ids, weights
+    kept = tf.cast(~is_padding(ids), tf.float32)
+    return ids, kept if weights is None else kept * tf.cast(weights, tf.float32)
+
+
+@keras.saving.register_keras_serializable(package="keras_psplus")
+class PaddingMask(keras.Operation):
+    """Mask of dense ids: False where they are padding.
+
+    Keras has it beside the layer in the graph of a functional model.
+
+    Args:
+        has_groups: Whether it is of groups along the last axis.
+        name: Name of the layer, and `_mask`.
+    """
+
+    def __init__(self, mask_value: int | str, has_groups: bool, *, name: str) -> None:
+        super().__init__(name=name)
+        self.mask_value, self.has_groups = mask_value, has_groups
+
+    def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
+        layer = self.name.removesuffix("_mask")
+        if (ids.dtype == tf.string) != isinstance(self.mask_value, str):
+            raise ValueError(
+                f"The layer '{layer}' has a `mask_value` of another type than its ids: give an int "
+                "for integers, and a str for strings. Received: mask_value="
+                f"{shown(self.mask_value)} with ids of type {ids.dtype.name}"
+            )
+        return tf.equal(ids if ids.dtype == tf.string else to_keys(ids, layer), self.mask_value)
+
+    def call(self, ids: Any) -> tf.Tensor:
+        is_there = ~self.is_padding(tf.convert_to_tensor(ids))
+        return tf.reduce_any(is_there, -1) if self.has_groups else is_there
+
+    def compute_output_spec(self, ids: Any) -> keras.KerasTensor:
+        return keras.KerasTensor(ids.shape[:-1] if self.has_groups else ids.shape, "bool")
+
+
 _DEFAULTS = ZEROS, "initializer"
+# Arguments of other embeddings, and what there is in their place.
+_INSTEAD = {
+    "embeddings_initializer": "its argument is `initializer=`",
+    "input_dim": "its table grows with the ids; `expire=psp.tables.Capacity(rows)` bounds it",
+    "lora_rank": "all of a row is trained",
+    "mask_zero": "give the id that pads sequences, `mask_value=0`",
+    "max_norm": "use `embeddings_constraint=keras.constraints.MaxNorm(norm, axis=1)`",
+    "output_dim": "its argument is `dim`",
+}
 
 
 @keras.saving.register_keras_serializable(package="keras_psplus")
@@ -164,6 +231,13 @@ class DynamicEmbedding(keras.layers.Layer):
         default: What a key without a row is: `"zeros"`, or `"initializer"` for the row that it
             would begin with.
         cache: `tables.Cache` of the hottest rows on each worker of `HybridStrategy`, or None.
+        mask_value: Id that pads sequences, such as 0, or `""` of strings, or None. It has no row,
+            combiners leave it out, and the output has a Keras mask of dense ids: of each of them,
+            or of each group along the last axis that is combined, if there are several axes.
+        embeddings_regularizer: Regularizer of the rows of a step's distinct ids, with the updates;
+            its penalty is not in the loss.
+        embeddings_constraint: Constraint of rows, from their beginning on, which takes each by
+            itself, as `keras.constraints.MaxNorm(2.0, axis=1)` does.
         **kwargs: As for `keras.layers.Layer`, such as `name`.
 
     Raises:
@@ -193,15 +267,33 @@ class DynamicEmbedding(keras.layers.Layer):
         initializer: Any = "uniform",
         default: str = ZEROS,
         cache: Any = None,
+        mask_value: int | str | None = None,
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
         **kwargs: Any,
     ) -> None:
         activation.activate()
+        for name in [name for name in _INSTEAD if name in kwargs]:
+            raise ValueError(
+                f"A DynamicEmbedding has no `{name}`: {_INSTEAD[name]}. "
+                f"Received: {name}={shown(kwargs[name])}"
+            )
         super().__init__(**kwargs)
         self.dim = whole_number("dim", dim, 1, most=2**20)
         self._admit, self._expire = policies.check_admit(admit), policies.check_expire(expire)
         self._initializer = initial_rows.check_initializer(initializer)
         self._cache = check_cache(cache)
-        self.combiner, self.default = combiner, default
+        self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
+        self.embeddings_constraint = keras.constraints.get(embeddings_constraint)
+        check_constraint(keras.constraints.serialize(self.embeddings_constraint), self.dim)
+        check_regularizer(self.embeddings_regularizer)
+        self.combiner, self.default, self.mask_value = combiner, default, mask_value
+        if mask_value is not None and not isinstance(mask_value, str):
+            whole_number("mask_value", mask_value, -(2**63), most=2**63 - 1)
+        self._mask: PaddingMask | None = None
+        if mask_value is not None:
+            self.supports_masking = True
+            self._mask = PaddingMask(mask_value, combiner is not None, name=f"{self.name}_mask")
         if combiner not in (None, *COMBINERS):
             raise ValueError(
                 '`combiner` must be "sum", "mean", "sqrtn" or None. '
@@ -238,6 +330,8 @@ class DynamicEmbedding(keras.layers.Layer):
             "default": self.default,
             "admit": self._admit,
             "expire": self._expire,
+            "constraint": keras.constraints.serialize(self.embeddings_constraint),
+            "regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
             **({} if self._cache is None else {"cache": self._cache}),
         }
 
@@ -272,14 +366,32 @@ class DynamicEmbedding(keras.layers.Layer):
             ids = tf.convert_to_tensor(ids)
 
         def lookup(flat: tf.Tensor) -> tf.Tensor:
-            keys = to_keys(flat, self.name)
+            keys = tf.reshape(to_keys(flat, self.name), [-1])
             if table is None:
                 # It is made once Keras has called the model for its shapes.
                 return tf.zeros([tf.size(keys), self.dim], self.compute_dtype)
-            rows = table.lookup_keys(tf.reshape(keys, [-1]), trains)
-            return tf.cast(rows, self.compute_dtype)
+            if self._mask is None:
+                return tf.cast(table.lookup_keys(keys, trains), self.compute_dtype)
+            places = tf.where(~self._mask.is_padding(tf.reshape(flat, [-1])))
+            rows = table.lookup_keys(tf.gather_nd(keys, places), trains)
+            shape = tf.stack([tf.size(keys, places.dtype), self.dim])
+            return tf.cast(tf.scatter_nd(places, rows, shape), self.compute_dtype)
 
+        if self._mask is not None:
+            ids, weights = _without(ids, weights, self._mask.is_padding, self.combiner is not None)
         return combine(self.combiner, ids, weights, lookup, self.dim, self.name)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Mask of the output: False where ids are padding.
+
+        Args:
+            inputs: Ids.
+            previous_mask: Not used.
+        """
+        is_dense = not isinstance(inputs, (tf.SparseTensor, tf.RaggedTensor))
+        if self._mask is None or not is_dense or getattr(inputs, "ragged", False):
+            return None
+        return self._mask(inputs) if self.combiner is None or len(inputs.shape) > 2 else None
 
     def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[Any, ...]:
         """Shape of the output for ids of a shape.
@@ -320,12 +432,97 @@ class DynamicEmbedding(keras.layers.Layer):
         return entries[:, 1], entries[:, 2]
 
     def _snapshot(self) -> Snapshot:
-        if self.table is None:
+        return self._own_value.read_snapshot()
+
+    @property
+    def _own_value(self) -> Any:
+        if self.table is None or not is_keyed(self.table):
             raise ValueError(
                 f"The layer '{self.name}' has no table before it is built. Call it, or its model, "
                 "first. Received: a layer that is not built"
             )
-        return self.table._value.read_snapshot()
+        return self.table._value
+
+    def items(self, batch: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Stream of keys and rows, in no order, for tables of any size.
+
+        Args:
+            batch: The most keys at a time.
+
+        Returns:
+            Iterator over pairs of an int64 vector and a float32 matrix.
+        """
+        return self._own_value.read_items(whole_number("batch", batch, 1))
+
+    def insert(
+        self, keys: Any, rows: Any, slots: Sequence[Any] | None = None, counts: Any = None
+    ) -> None:
+        """Sets rows of keys, which it makes where there are none, whatever `admit` says.
+
+        Call it while nothing trains; of a job's workers, all do, and the chief's arrays count.
+
+        Args:
+            keys: Vector of distinct integers or strings.
+            rows: Matrix with a row for each key.
+            slots: As `rows`, for each variable that the optimizer has of the table, in its order;
+                None for those that new keys begin with, and keys that are there have.
+            counts: In how many updates each key was; None for 1, or as many as there were.
+
+        Raises:
+            ValueError: If the arrays do not fit, or something trains.
+
+        Example:
+
+        ```python
+        for keys, rows in other.items():
+            table.insert(keys, rows)
+        ```
+        """
+        value, keys = self._own_value, self._keys_of(keys)
+        numbers = () if slots is None else value.slot_numbers
+        columns = [np.asarray(one, np.float32) for one in (rows, *(slots or ()))]
+        times = np.asarray(np.zeros(len(keys)) if counts is None else counts, np.int64)
+        shapes = [one.shape for one in columns], times.shape
+        if shapes != ([(len(keys), self.dim)] * (1 + len(numbers)), keys.shape) or (
+            counts is not None and times.size and times.min() < 1
+        ):
+            raise ValueError(
+                f"The table of '{self.name}' takes rows of {self.dim} numbers, and slots of the "
+                f"{len(value.slot_numbers)} variables that its optimizer has of it once it is "
+                f"built, one for each of {len(keys)} keys, and counts from 1 up. "
+                f"Received: rows and slots of shapes {shapes[0]}, counts of shape {shapes[1]}"
+            )
+        value.edit(lambda table: table.insert(keys, list(zip((0, *numbers), columns)), times))
+
+    def remove(self, keys: Any) -> None:
+        """Removes keys, with their rows, slots and counts; as `insert`, while nothing trains.
+
+        Args:
+            keys: Vector of distinct integers or strings; those without a row do not matter.
+        """
+        value, keys = self._own_value, self._keys_of(keys)
+        value.edit(lambda table: table.remove(keys))
+
+    def clear(self) -> None:
+        """Removes all keys, and what `admit` has counted; as `insert`, while nothing trains."""
+        self._own_value.edit(Contents.clear)
+
+    def _keys_of(self, ids: Any) -> np.ndarray:
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"The keys of the layer '{self.name}' are changed outside of steps. Call it "
+                "outside of tf.function. Received: a call inside of a graph"
+            )
+        ids = np.asarray(ids)
+        # NumPy gives an empty list another type.
+        ids = ids if ids.size else ids.astype(np.int64)
+        keys = to_keys(tf.convert_to_tensor(ids), self.name).numpy()
+        if keys.ndim != 1 or len(np.unique(keys)) < keys.size:
+            raise ValueError(
+                f"The layer '{self.name}' takes a vector of keys, none of which comes twice. "
+                f"Received: keys of shape {keys.shape}, {len(np.unique(keys))} of them distinct"
+            )
+        return keys
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the table: its keys and rows, and what policies have counted."""
@@ -348,11 +545,10 @@ class DynamicEmbedding(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Configuration of the layer."""
-        initializer = self._initializer
-        config = {**initializer["config"], "seed": initializer["seed"]}
-        kind = getattr(keras.initializers, initializer["kind"])
-        known = config if "seed" in kind().get_config() else {**initializer["config"]}
-        known.pop("seed", None) if "seed" not in kind().get_config() else None
+        kind = getattr(keras.initializers, self._initializer["kind"])
+        known = {**self._initializer["config"], "seed": self._initializer["seed"]}
+        if "seed" not in kind().get_config():
+            del known["seed"]
         return {
             **super().get_config(),
             "dim": self.dim,
@@ -362,6 +558,9 @@ class DynamicEmbedding(keras.layers.Layer):
             "initializer": keras.initializers.serialize(kind.from_config(known)),
             "default": self.default,
             "cache": self._cache,
+            "mask_value": self.mask_value,
+            "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
+            "embeddings_constraint": keras.constraints.serialize(self.embeddings_constraint),
         }
 
 

@@ -1,32 +1,200 @@
-"""The objects of a strategy that its steps are made with."""
+"""The objects that a strategy's steps are made with, and their times."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
+import math
 import statistics
 import threading
+import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from keras_psplus.cluster.config import task_name
+from keras_psplus.cluster.monitor import trace
+from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.monitor.step_times import StepTimes
+from keras_psplus.cluster.monitor.trace import Span
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
-from keras_psplus.parameter_server.tracing.traffic import TrafficTotals
+from keras_psplus.parameter_server.queue import Run
+from keras_psplus.parameter_server.traffic import READ, SEND, CallCosts, Part, TrafficTotals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import keras
-
-    from keras_psplus.cluster.monitor.progress import Progress
     from keras_psplus.core.distributed_engine import DistributedEngine
     from keras_psplus.parameter_server.extended import ParameterServerExtended
-    from keras_psplus.parameter_server.modes import Mode
-    from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+    from keras_psplus.parameter_server.scheduler import Scheduler
     from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+
+
+# Times of steps by task, added up on the chief, which sends nothing for them.
+#
+# chief    read ─┬─ wait ─────────────────────────────────┬─ update (`mode="sync"`) ─ callbacks
+# worker         └─ call ─ read ─ compute ─ send ─ result ─┘
+#                          [ timed in its graph ]
+
+
+_CHIEF = task_name("chief", 0)
+
+
+class WorkerTimes:
+    def __init__(self, progress: Progress) -> None:
+        self._lock = threading.Lock()
+        self._times: dict[str, StepTimes] = {}
+        self._begun: set[tuple[int, int]] = set()
+        self._recorder = trace.current()
+        # Runs of a synchronous step, until that is over.
+        self._open: dict[str, tuple[Run, CallCosts, int]] = {}
+        self._lanes: dict[str, list[float]] = {}
+        self._is_tracing, self._returned = False, 0.0
+        progress.times, progress.begin_epoch = self.times, self._begin_epoch
+
+    def times(self) -> dict[str, StepTimes]:
+        with self._lock:
+            return dict(self._times)
+
+    def _begin_epoch(self) -> None:
+        """Starts an epoch: time before its first step is not between two steps."""
+        self._returned = 0.0
+
+    def note_tracing(self) -> None:
+        """Notes that something is traced, so that the chief's present call does not count."""
+        self._is_tracing = True
+
+    def note_run(
+        self, run: Run, costs: CallCosts, steps: int, function: object, is_open: bool = False
+    ) -> None:
+        """Adds a run of a worker, if not its first; with `is_open`, `end_step` follows."""
+        name = task_name("worker", run.worker)
+        with self._lock:
+            if (key := (run.worker, id(function))) not in self._begun:
+                self._begun.add(key)
+                return
+            self._close(name)
+            # Calling it, its batches and its results are the link's, too.
+            seconds, inside = run.ended - run.began, costs.ended - costs.began
+            link = min(seconds, max(0.0, seconds - inside) + costs.seconds)
+            servers: dict[str, float] = {}
+            for part, took in costs.parts.items():
+                if part.server is not None:
+                    servers[part.server] = servers.get(part.server, 0.0) + took
+            self._add(name, StepTimes(steps, seconds=seconds, link=link, servers=servers))
+            self._open[name] = run, costs, steps
+            if not is_open:
+                self._close(name)
+
+    def end_step(self, computed: float, updated: float) -> None:
+        """Notes the end of a synchronous step: workers that were earlier have waited."""
+        with self._lock:
+            for name, (run, _, _) in list(self._open.items()):
+                wait, server = max(0.0, computed - run.ended), updated - computed
+                self._add(name, StepTimes(seconds=wait + server, wait=wait, server=server))
+                self._close(name, computed)
+
+    def note_read(self, worker: int, seconds: float) -> None:
+        with self._lock:
+            self._add(task_name("worker", worker), StepTimes(reads=seconds))
+
+    def note_call(self, steps: int, began: float, read: float) -> None:
+        """Adds a call of the chief that returns now, and had batches at `read`."""
+        now, is_traced = time.time(), self._is_tracing
+        host = began - self._returned if self._returned else 0.0
+        self._is_tracing, self._returned = False, now
+        if is_traced:
+            return
+        with self._lock:
+            self._add(_CHIEF, StepTimes(steps, data=read - began, wait=now - read, host=host))
+        if self._recorder is not None and self._recorder.wants(_CHIEF):
+            ends = Span(trace.STEP, began, now), Span(trace.READ, began, read)
+            self._recorder.add(_CHIEF, [*ends, Span(trace.WAIT, read, now)])
+
+    def note_wait(self, began: float) -> None:
+        """Adds the time since a moment, in which the chief has waited for steps."""
+        with self._lock:
+            if _CHIEF in self._times:
+                self._add(_CHIEF, StepTimes(wait=time.time() - began))
+
+    def _add(self, name: str, times: StepTimes) -> None:
+        self._times[name] = self._times.get(name, StepTimes()).plus(times)
+
+    def _close(self, name: str, over: float = 0.0) -> None:
+        recorder, found = self._recorder, self._open.pop(name, None)
+        if recorder is None or found is None or not recorder.wants(name):
+            return
+        run, costs, steps = found
+        over = max(run.ended, over)
+        lane = self._lane(name, run.began, over)
+        spans, of_servers = _spans(run, costs, over, f"{name} {lane}".strip())
+        spans = [span._replace(lane=lane) for span in (spans if steps == 1 else spans[:1])]
+        recorder.add(name, spans, of_servers if steps == 1 else {})
+
+    def _lane(self, name: str, began: float, ended: float) -> str:
+        """Row of a worker's span, so that no two overlap in one row."""
+        ends = self._lanes.setdefault(name, [])
+        place = next((i for i, end in enumerate(ends) if end <= began), len(ends))
+        ends[place:] = [ended, *ends[place + 1 :]]
+        return str(place + 1) if place else ""
+
+
+def _spans(
+    run: Run, costs: CallCosts, over: float, lane: str
+) -> tuple[list[Span], dict[str, list[Span]]]:
+    """Spans of a worker's step by the chief's clock, and of servers for it."""
+    inside = min(costs.ended - costs.began, run.ended - run.began)
+    began = costs.began
+    if not run.began <= began <= run.ended - inside:
+        # The clock of another machine.
+        began = (run.began + run.ended - inside) / 2
+    ended = began + inside
+    read = began + min(costs.parts.get(Part(READ), 0.0), inside)
+    send = max(read, ended - costs.parts.get(Part(SEND), 0.0))
+    spans = [
+        Span(trace.STEP, run.began, over),
+        Span(trace.READ, began, read),
+        Span(trace.COMPUTE, read, send),
+        Span(trace.SEND, send, ended),
+        Span(trace.WAIT, run.ended, over),
+    ]
+    servers: dict[str, list[Span]] = {}
+    for (name, server), seconds in costs.parts.items():
+        if server is not None:
+            first, last = (began, read) if name == READ else (send, ended)
+            kind = trace.READ if name == READ else trace.UPDATE
+            span = Span(kind, first, min(first + seconds, last), lane)
+            servers.setdefault(server, []).append(span)
+    return [span for span in spans if span.ended > span.began], servers
+
+
+class Mode(NamedTuple):
+    """The checked arguments; a step does without the gradients of `backup_workers`."""
+
+    is_sync: bool
+    backup_workers: int
+    max_staleness: int | None
+
+    @property
+    def bound(self) -> float:
+        """Maximum number of steps that a worker is ahead of the slowest one."""
+        return math.inf if self.max_staleness is None else self.max_staleness
+
+    def window(self, overlaps: bool) -> int:
+        """Maximum number of steps under way on a worker: reading, computing and sending."""
+        return 3 if overlaps and not self.is_sync else 1
+
+    def check_workers(self, num_workers: int) -> None:
+        if self.backup_workers >= num_workers:
+            raise ValueError(
+                "`backup_workers` must be an integer from 0 to one less than the number of "
+                f"workers: every step needs a gradient. Received: "
+                f"backup_workers={self.backup_workers}, for {num_workers} worker(s)"
+            )
 
 
 class Attempt:
@@ -55,7 +223,6 @@ class Attempt:
             return True
 
     def finish(self, share: int, result: Any) -> None:
-        """Notes that a share's gradient has been added, and what it has brought back."""
         with self._lock:
             self.results[share] = result
 
@@ -68,9 +235,8 @@ class Attempt:
 class StepAttempts:
     """The global steps of a strategy.
 
-    Attributes:
-        failures: How many steps an error has ended before their update.
-        overlapped: How many steps have begun from copies that came during the step before.
+    `failures` counts those that an error has ended before their update, `overlapped` those that
+    have begun from copies that came during the step before.
     """
 
     def __init__(self, backup_workers: int) -> None:
@@ -85,7 +251,6 @@ class StepAttempts:
         return Attempt(next(self._stamps), wanted)
 
     def count(self, attempt: Attempt, shares: int) -> None:
-        """Counts the gradients, of so many shares, that a step has done without."""
         self._steps += 1
         self._dropped.update(share for share in range(shares) if share not in attempt.results)
 
@@ -126,10 +291,7 @@ _CHANGE = 2.0
 
 
 class OverlapChoice:
-    """Whether steps overlap at present, `is_on`.
-
-    The argument says so, or is None if measured steps are to show it.
-    """
+    """Whether steps overlap at present, `is_on`, by the argument or by measured steps."""
 
     def __init__(self, argument: bool | None, num_workers: int, totals: TrafficTotals) -> None:
         self.is_on = bool(argument)
@@ -146,8 +308,7 @@ class OverlapChoice:
     def note(self, seconds: float | None) -> None:
         """Notes how long a step took; None if a worker was missing from it.
 
-        Such a step never overlaps, and is longer for the others: what was measured before it does
-        not count.
+        Such a step never overlaps: what was measured before it does not count.
         """
         if not self._is_automatic:
             return
@@ -213,15 +374,8 @@ class OverlapChoice:
 class StepContext:
     """The objects that steps are made with; parts take this instead of the strategy.
 
-    Attributes:
-        extended: The strategy's implementation half: variables, compressors, the workers' states.
-        mode: When workers wait for one another.
-        overlap: Whether a worker reads for its next training step before it has sent this one's.
-        attempts: The global steps of `mode="sync"`.
-        totals: Totals of the traffic counters, for `communication`.
-        updating: Gradients accumulated on workers, and the schedule of sending them.
-        steps_by_worker: Number of training steps of the present epoch by worker.
-        functions: Functions of models with a method `drain`, whose steps may be under way.
+    `functions` are those of models with a method `drain`, whose steps may be under way;
+    `steps_by_worker` is of the present epoch.
     """
 
     strategy: tf.distribute.Strategy
@@ -251,7 +405,6 @@ class StepContext:
     def push(
         self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]
     ) -> list[tuple[Any, Any]]:
-        """Sends the gradients of an optimizer to their servers, as `Pushes.send`."""
         # Sums begin to be applied with the first that are whole.
         in_turn = self.mode.is_sync and self.overlap.is_on
         return self.extended.pushes.send(

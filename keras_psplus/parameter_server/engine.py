@@ -11,44 +11,192 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.core import gradient_path
+from keras_psplus.core import data_position, gradient_path
+from keras_psplus.core import seeds as data_seeds
 from keras_psplus.core.base.optimizers import unwrapped, variables_of_apply
-from keras_psplus.core.batch import duplicate_rows, losses
-from keras_psplus.core.data import epochs, iterator_release
-from keras_psplus.core.data.data_position import UnknownLength
+from keras_psplus.core.batch import batches, duplicate_rows, losses
+from keras_psplus.core.data_position import UnknownLength
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph.variables import shape_to_be
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.engine import Call, answers
 from keras_psplus.errors import ParameterServerLostError, WorkersLostError
+from keras_psplus.keras_internals.keras_parts import (
+    array_data_adapter,
+    global_state,
+    layers,
+    py_dataset_adapter,
+    stateless_scope,
+    tf_dataset_adapter,
+)
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-from keras_psplus.keras_internals.keras_parts import global_state, layers, stateless_scope
-from keras_psplus.parameter_server import chief_data, modes, predict_function, worker_updates
+from keras_psplus.log import info_once, logger, warn_once
+from keras_psplus.parameter_server import (
+    aggregation,
+    dynamic_table,
+    traffic,
+    worker_function,
+    worker_updates,
+)
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.predict_function import PredictFunction
-from keras_psplus.parameter_server.scheduling import failure
+from keras_psplus.parameter_server.data import WorkerDataset
+from keras_psplus.parameter_server.extended import kind_of
+from keras_psplus.parameter_server.pulls import parts_of
+from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
+from keras_psplus.parameter_server.runner import PredictFunction, StepRunner
+from keras_psplus.parameter_server.scheduler import translate_errors
 from keras_psplus.parameter_server.state import WorkerStates
-from keras_psplus.parameter_server.steps.runner import StepRunner
-from keras_psplus.parameter_server.steps.step_functions import ServedFunction
-from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.tracing import traffic, worker_function
-from keras_psplus.parameter_server.tracing.worker_function import (
+from keras_psplus.parameter_server.step_functions import ServedFunction, compiled_step
+from keras_psplus.parameter_server.sync_steps import SyncRunner
+from keras_psplus.parameter_server.worker_function import (
     ClosureVariable,
     applying_sums_flag,
     current_trace,
     is_on_ps,
 )
-from keras_psplus.parameter_server.transport import aggregation, dynamic_table
-from keras_psplus.parameter_server.transport.pulls import parts_of
-from keras_psplus.parameter_server.worker_data import WorkerDataset
 from keras_psplus.tables import local
 from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.updates import Accumulate
 
+# Data: the chief reads them, or workers if the options say so.
+#
+# `experimental_distribute_dataset` and `distribute_datasets_from_function` of parameter servers
+# give something that is built on the workers only, so that it has no length and no batches here.
+
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+
+
+def on_workers(
+    context: StepContext,
+    adapter: Any,
+    keeps_order: bool,
+    of_workers: Sequence[tuple[tf.data.Dataset, int]] | None,
+    seed_for: Callable[[int], int],
+) -> WorkerDataset | None:
+    """Makes a dataset that the workers read; None if the chief reads the data.
+
+    `of_workers` are a dataset and a seed for each worker, if the script's function has made them.
+    `seed_for` returns the seed to use instead of the one that new data would get.
+    """
+    if not isinstance(adapter, tf_dataset_adapter.TFDatasetAdapter):
+        _say_that_the_chief_reads(context, adapter)
+        return None
+    dataset = adapter.get_tf_dataset()
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if of_workers is None and policy not in (_POLICY.FILE, _POLICY.DATA):
+        info_once(
+            "data over %d worker(s): the chief reads them and sends each batch with its step, over "
+            "its own network; set AutoShardPolicy.FILE or DATA in the dataset's options to have "
+            "the workers read them",
+            context.num_workers,
+        )
+        return None
+    if context.mode.is_sync:
+        info_once("the chief reads the data, as it decides which worker takes what")
+        return None
+    if keeps_order:
+        info_once("predict: the chief reads the data, so that results keep their order")
+        return None
+    seed, lost = seed_for(data_seeds.draw()), context.scheduler.queue.lost
+    is_cut = of_workers is None
+    try:
+        workers = WorkerDataset(
+            of_workers or [(dataset, seed)] * context.num_workers,
+            policy if is_cut else None,
+            dataset.element_spec,
+            lost,
+        )
+    except ValueError as error:
+        logger.warning(
+            "this dataset cannot be sent to the workers (%s), so the chief reads it and sends each "
+            "batch with its step, over its own network",
+            error,
+        )
+        return None
+    share = f"its own share (AutoShardPolicy.{policy.name})"
+    info_once(
+        "data over %d worker(s): each reads %s",
+        context.num_workers,
+        share if is_cut else "what the script's function has made for it",
+    )
+    return workers
+
+
+def _say_that_the_chief_reads(context: StepContext, adapter: Any) -> None:
+    if isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        info_once(
+            "data over %d worker(s): arrays; the chief sends each batch with its step",
+            context.num_workers,
+        )
+        return
+    kind = "PyDataset" if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter) else "generator"
+    warn_once(
+        "a Python %s cannot be sent to the workers: the chief runs it and sends each batch with "
+        "its step, so that all workers together are no faster than this process makes batches",
+        kind,
+    )
+
+
+def take_apart(
+    num_workers: int, arguments: dict[str, Any]
+) -> list[tuple[tf.data.Dataset, int]] | None:
+    """Puts a `tf.data.Dataset` in the place of a distributed one among arguments.
+
+    Returns a dataset and a seed of its unseeded shuffles for each worker, if a function has made
+    them, else None.
+    """
+    x = arguments.get("x")
+    if not isinstance(x, tf.distribute.DistributedDataset):
+        return None
+    if getattr(x, "_original_dataset", None) is not None:
+        arguments["x"] = x._original_dataset
+        return None
+    function = getattr(x, "_dataset_fn", None)
+    if function is None:
+        raise ValueError(
+            "ParameterServerStrategy takes what its own `experimental_distribute_dataset` or "
+            "`distribute_datasets_from_function` has returned, or the tf.data.Dataset itself. "
+            f"Received: {x}"
+        )
+    contexts = [_InputContext(num_workers, i, 1) for i in range(num_workers)]
+    # Shuffled data that are sharded need one order for all; each who reads everything, its own.
+    datasets, draw_again = list[tf.data.Dataset](), data_seeds.remembered()
+    for context in contexts:
+        if contexts[0].is_asked:
+            draw_again()
+        dataset = function(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ValueError(
+                "The function given to `distribute_datasets_from_function` must return a "
+                f"tf.data.Dataset. Received: {dataset}"
+            )
+        datasets.append(dataset)
+    is_sharded = any(context.is_asked for context in contexts)
+    first = data_seeds.draw()
+    seeds = [first if is_sharded else first + i for i in range(len(datasets))]
+    # A reader of all of them has a batch of each in turn, until all have ended.
+    arguments["x"] = tf.data.Dataset.choose_from_datasets(
+        [seed_shuffles(dataset, seed) for dataset, seed in zip(datasets, seeds)],
+        tf.data.Dataset.range(len(datasets)).repeat(),
+        stop_on_empty_dataset=False,
+    )
+    class_weight = arguments.get("class_weight")
+    adapters = [tf_dataset_adapter.TFDatasetAdapter(dataset, class_weight) for dataset in datasets]
+    return [(adapter.get_tf_dataset(), seed) for adapter, seed in zip(adapters, seeds)]
+
+
+class _InputContext(tf.distribute.InputContext):
+    is_asked = False
+
+    @property
+    def input_pipeline_id(self) -> int:
+        self.is_asked = True
+        return super().input_pipeline_id
+
 
 class ParameterServerEngine(DistributedEngine):
-    """Engine of a chief that sends steps to workers."""
-
     can_run_eagerly = False
     hands_over = True
     compiled_function = ServedFunction
@@ -84,7 +232,7 @@ class ParameterServerEngine(DistributedEngine):
     def translate_errors(self) -> Iterator[None]:
         context = self._context
         try:
-            with failure.translate_errors(context.server_addresses):
+            with translate_errors(context.server_addresses):
                 yield
             context.attempts.log_dropped()
         except (ParameterServerLostError, WorkersLostError):
@@ -101,8 +249,17 @@ class ParameterServerEngine(DistributedEngine):
 
     @answers("make_function")
     def _make_function(self, call: Call) -> StepRunner:
-        model, step = call.owner, call.get("step_function")
-        return predict_function.make(model, self._context, step, step == model.train_step)
+        model, step_function, context = call.owner, call.get("step_function"), self._context
+        compiled = model._autoconvert_optionals(compiled_step(self, model, step_function))
+
+        def step(batch: Any) -> Any:
+            with worker_updates.batch_rows.being(batches.rows_of(batch)):
+                return compiled(batch)
+
+        if step_function != model.train_step:
+            return StepRunner(context, model, step, is_training=False)
+        kind = SyncRunner if context.mode.is_sync else StepRunner
+        return kind(context, model, context.updating.wrap(model, step), is_training=True)
 
     @answers("make_predict_function")
     def _make_predict_function(self, call: Call) -> Callable[..., Any]:
@@ -142,16 +299,16 @@ class ParameterServerEngine(DistributedEngine):
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
         context, seed_for = self._context, self.progress.data_seed
-        of_workers = chief_data.take_apart(context.num_workers, call.kwargs)
-        iterator = epochs.make_without_data(call)
-        worker_data = chief_data.on_workers(
+        of_workers = take_apart(context.num_workers, call.kwargs)
+        iterator = data_position.make_without_data(call)
+        worker_data = on_workers(
             context, iterator.data_adapter, self._keeps_order, of_workers, seed_for
         )
         if worker_data is None:
             # A step that is given to another worker has its batch with it, and every element
             # counts once.
             dataset = iterator.data_adapter.get_tf_dataset()
-            iterator._distributed_dataset = iterator_release.Dataset(dataset)
+            iterator._distributed_dataset = data_position.ReleasedDataset(dataset)
         else:
             self.progress.note_data_seed(worker_data.seed)
             iterator._distributed_dataset = worker_data
@@ -216,7 +373,7 @@ class ParameterServerEngine(DistributedEngine):
         variable._trainable = getattr(variable, "_is_made_to_train", trainable)
         try:
             shape = shape_to_be(variable, value)
-            kind = modes.kind_of(variable, shape, self._context.mode.is_sync)
+            kind = kind_of(variable, shape, self._context.mode.is_sync)
             with self._context.extended.creating(variable.path, kind, shape):
                 return call.proceed()
         finally:

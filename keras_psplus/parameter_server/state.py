@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_psplus.core.worker_state import WaitingValues, WorkerState
 from keras_psplus.log import logger
-from keras_psplus.parameter_server.tracing.remote import is_of_worker, on_worker
+from keras_psplus.parameter_server.worker_function import is_of_worker, on_worker
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import (
     coordinator_context,
@@ -40,10 +40,8 @@ _HANDLES = "keras_psplus_worker_state"
 class WorkerStates(WorkerState):
     """Named states of all workers, accessed in steps, and by the chief between steps.
 
-    Attributes:
-        absent: Numbers of the workers, as they change, that are not there and need not come: they
-            have no state.
-        losses: How often all states have been forgotten.
+    Workers that are `absent`, as they change, need not come; `losses` counts how often all states
+    have been forgotten.
     """
 
     kind = "worker"
@@ -80,7 +78,6 @@ class WorkerStates(WorkerState):
         return f"{self.total}-workers"
 
     def owner(self, owner: keras.optimizers.Optimizer) -> str:
-        """Name of an optimizer, whose states are deleted with it."""
         if owner not in self._owners:
             self._destroy_ownerless()
             # The object's own if possible, which the same script finds again when it resumes.
@@ -154,7 +151,6 @@ class WorkerStates(WorkerState):
             self._assign(worker, owner, fitting)
 
     def _saved(self, owner: str) -> dict[str, tuple[tf.TensorShape, tf.DType]]:
-        """Shapes and dtypes of an owner's states that are saved, by names without the owner's."""
         saved = {name: form for name, form in self._leaves.items() if name not in self._unsaved}
         return _of_owner(owner, saved)
 
@@ -170,7 +166,6 @@ class WorkerStates(WorkerState):
             logger.warning("worker-%d cannot be reached; its gradients' state begins empty", worker)
 
     def destroy(self, of_owner: str = "") -> None:
-        """Lets all workers forget their states, or those of one owner."""
         self.losses += not of_owner
         names = [name for name in self._leaves if name.startswith(of_owner)]
         for worker in self.units if names else ():
@@ -217,10 +212,7 @@ def _of_owner(owner: str, forms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WorkerTable(ps_values.DistributedTable):
-    """A table whose copy on a worker is made when the worker first needs it.
-
-    In a loop of the script's own, TensorFlow's `ClusterCoordinator` makes the copies.
-    """
+    """A table whose copy a worker makes when it needs it, or `ClusterCoordinator`."""
 
     def __init__(self, strategy: tf.distribute.Strategy, make: Callable[[], Any]) -> None:
         self._strategy = strategy
@@ -261,8 +253,6 @@ def creator_scope(strategy: tf.distribute.Strategy) -> AbstractContextManager[No
 
 
 class WorkerVariable:
-    """A variable of the worker that runs the function which is being traced."""
-
     def __init__(self, handle: tf.Tensor, shape: tf.TensorShape, dtype: tf.DType) -> None:
         self.handle, self.shape, self.dtype = handle, shape, dtype
 
@@ -281,11 +271,7 @@ class WorkerVariable:
 
 
 class WorkerVariables:
-    """Makes variables that belong together: a worker that misses one begins again with all.
-
-    Attributes:
-        is_saved: Whether they are saved with the states of their worker.
-    """
+    """Makes variables that belong together: a worker that misses one begins again with all."""
 
     is_saved = True
 
@@ -300,10 +286,10 @@ class WorkerVariables:
         dtype: tf.DType | str,
         on_host: bool = False,
     ) -> WorkerVariable:
-        """A variable of zeros; it can be used once `begin` has been called.
+        """A variable of zeros, for after `begin`; an unknown number of rows is 0.
 
-        Its number of rows may be None, and is 0 at first. A worker waits for servers in each step,
-        so that it makes no difference to it if its GPU waits for the host: `on_host` is ignored.
+        A worker waits for servers in each step, so that it makes no difference to it if its GPU
+        waits for the host: `on_host` is ignored.
         """
         name, form = f"{self._prefix}/{name}", (tf.TensorShape(shape), tf.as_dtype(dtype))
         handle = self._states.handle(name, *form)
@@ -311,10 +297,7 @@ class WorkerVariables:
         return self._made[name]
 
     def begin(self, initialize: Callable[[], Any] | None = None) -> None:
-        """Makes the variables, all of them, where the worker does not have them yet.
-
-        `initialize` gives all their values, if these are not zeros.
-        """
+        """Makes all of the variables, zeros or by `initialize`, if one is missing."""
         made = self._made.values()
         forms = {name: (variable.shape, variable.dtype) for name, variable in self._made.items()}
         self._states.register(forms, self.is_saved)
@@ -337,11 +320,7 @@ class WorkerVariables:
 def read_state(
     states: WorkerStates, name: str, init: Callable[[], Any]
 ) -> tuple[Any, Callable[[Any], None]]:
-    """Reads a state of the present worker; `init` makes the first one.
-
-    Returns:
-        The nested structure of tensors, and a function that writes another like it.
-    """
+    """A state of the present worker, `init` at first, and a function that writes it."""
     with tf.Graph().as_default():
         first = init()
         leaves = nest.flatten_with_joined_string_paths(first)

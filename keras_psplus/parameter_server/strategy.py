@@ -4,37 +4,275 @@ from __future__ import annotations
 
 import atexit
 import functools
-from typing import TYPE_CHECKING, Any
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
-from keras_psplus.arguments import seconds
+from keras_psplus.arguments import MOST, seconds, shown
+from keras_psplus.cluster import config, environment, preflight, serving
+from keras_psplus.cluster.channel import RefusedError
+from keras_psplus.cluster.discovery import find, resolvers
+from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
+from keras_psplus.cluster.ports import control_address
+from keras_psplus.cluster.process import tuning
+from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.communication import Communication
-from keras_psplus.core import plan
+from keras_psplus.core import live, plan
 from keras_psplus.core.base import checks
-from keras_psplus.core.models import live
+from keras_psplus.core.jobs import failure
 from keras_psplus.core.strategy_engine import StrategyBase
-from keras_psplus.parameter_server import modes, placement, startup
-from keras_psplus.parameter_server.context import OverlapChoice, StepAttempts, StepContext
+from keras_psplus.parameter_server import traffic
+from keras_psplus.parameter_server.context import Mode, OverlapChoice, StepAttempts, StepContext
 from keras_psplus.parameter_server.engine import ParameterServerEngine
-from keras_psplus.parameter_server.extended import ParameterServerExtended
-from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
-from keras_psplus.parameter_server.scheduling import failure
-from keras_psplus.parameter_server.scheduling.failure import StallProbe
-from keras_psplus.parameter_server.scheduling.membership import Members
-from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.tracing import traffic
-from keras_psplus.parameter_server.transport.pulls import Compressors
-from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+from keras_psplus.parameter_server.extended import (
+    ParameterServerExtended,
+    check_partitioner,
+    weights_of,
+)
+from keras_psplus.parameter_server.pulls import Compressors
+from keras_psplus.parameter_server.queue import ClosureQueue
+from keras_psplus.parameter_server.scheduler import (
+    Members,
+    Scheduler,
+    StallProbe,
+    WorkerWatch,
+    connect,
+    retire_leaving,
+)
+from keras_psplus.parameter_server.worker_updates import LocalSGDUpdates, WorkerUpdates
+from keras_psplus.updates import Updates
 
 if TYPE_CHECKING:
-    import keras
-
     from keras_psplus.compression import Compressor
+
+
+def check_mode(mode: str, backup_workers: int, max_staleness: int | None) -> Mode:
+    if not isinstance(mode, str) or mode not in ("async", "sync"):
+        raise ValueError(f'`mode` must be "async" or "sync". Received: mode={shown(mode)}')
+    if not _is_count(backup_workers):
+        raise ValueError(
+            "`backup_workers` must be an integer from 0 to one less than the number of workers. "
+            f"Received: backup_workers={shown(backup_workers)}"
+        )
+    if max_staleness is not None and not _is_count(max_staleness):
+        raise ValueError(
+            "`max_staleness` must be None or an integer of at least 0. "
+            f"Received: max_staleness={shown(max_staleness)}"
+        )
+    if backup_workers and mode != "sync":
+        raise ValueError(
+            "`backup_workers` has a meaning in synchronous training only, where a step waits for "
+            'gradients: pass `mode="sync"`, or 0. '
+            f"Received: backup_workers={backup_workers!r}, mode={shown(mode)}"
+        )
+    if max_staleness is not None and mode != "async":
+        raise ValueError(
+            "`max_staleness` has a meaning in asynchronous training only: synchronous steps are "
+            'never stale. Pass `mode="async"`, or None. '
+            f"Received: max_staleness={max_staleness!r}, mode={shown(mode)}"
+        )
+    return Mode(mode == "sync", backup_workers, max_staleness)
+
+
+def check_updates(updates: Updates | None, mode: Mode) -> Updates | None:
+    if updates is None:
+        return None
+    if not updates.on_parameter_servers:
+        raise ValueError(
+            "Under parameter servers, `updates` must be `keras_psplus.updates.Accumulate(steps)`, "
+            "`LocalSGD(every)`, or None: workers come one by one, so there is no mean of theirs "
+            f"for an outer optimizer to step along. Received: updates={updates!r}"
+        )
+    if mode.is_sync:
+        raise ValueError(
+            "`updates` has a meaning in asynchronous training only, where each worker updates by "
+            'itself: pass `mode="async"`, give the optimizer `gradient_accumulation_steps`, or '
+            f'take `MultiWorkerMirroredStrategy`. Received: updates={updates!r}, mode="sync"'
+        )
+    if mode.max_staleness is not None:
+        raise ValueError(
+            "`updates` has a meaning without `max_staleness` only: what workers keep back has no "
+            "bound on its age. Pass `max_staleness=None`. "
+            f"Received: updates={updates!r}, max_staleness={mode.max_staleness!r}"
+        )
+    return updates
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None) -> bool | None:
+    """Checks `overlap_steps`; returns a bool, or None if the first steps are to show it."""
+    is_ruled_out = mode.backup_workers or updates is not None
+    if isinstance(overlap_steps, str) and overlap_steps == "auto":
+        # Asynchronous steps that overlap are less accurate.
+        return None if mode.is_sync and not is_ruled_out else False
+    if not isinstance(overlap_steps, (bool, np.bool_)):
+        raise ValueError(
+            '`overlap_steps` must be "auto", True or False. '
+            f"Received: overlap_steps={shown(overlap_steps)}"
+        )
+    if overlap_steps and is_ruled_out:
+        raise ValueError(
+            "`overlap_steps` goes without `backup_workers`, whose late workers would have to read "
+            "every update before the next step, and without `updates`, with which a worker's step "
+            "goes on from what its step before has left. Leave one of them out. "
+            f"Received: overlap_steps={overlap_steps}, backup_workers={mode.backup_workers}, "
+            f"updates={updates!r}"
+        )
+    return bool(overlap_steps)
+
+
+def check_min_workers(min_workers: int | None, mode: Mode, num_workers: int) -> int:
+    """Checks with how many workers training begins; None for the launcher's number, or all."""
+    least = environment.min_workers() if min_workers is None else min_workers
+    if least is None:
+        return num_workers
+    if not _is_count(least) or not 1 <= least <= num_workers:
+        raise ValueError(
+            "`min_workers` must be an integer from 1 to the number of workers of the cluster. "
+            f"Received: min_workers={shown(least)}, for {num_workers} worker(s)"
+        )
+    mode.check_workers(least)
+    return least
+
+
+def check_no_min_workers(min_workers: int | None) -> None:
+    """Raises ValueError if workers are to come to servers that were started otherwise."""
+    if min_workers is not None:
+        raise ValueError(
+            "`min_workers` needs tasks that this library starts: leave out `cluster_resolver`, and "
+            f"set TF_CONFIG in all tasks. Received: min_workers={shown(min_workers)}"
+        )
+
+
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
+
+
+def join_cluster(
+    resolver: Resolver | None, mode: Mode, min_workers: int | None, timeout: float
+) -> tuple[Resolver, config.TaskConfig | None, set[int], bool]:
+    """Waits, in the chief, for the other tasks; in these, serves and ends the process.
+
+    Returns the cluster's resolver, the chief's `TaskConfig` (None if a resolver was given), the
+    numbers of the workers that are not there, and whether workers may come and leave.
+    """
+    if resolver is not None:
+        check_no_min_workers(min_workers)
+        resolvers.check(resolver)
+        return resolver, None, set(), False
+    task = read_task()
+    num_workers = len(task.cluster["worker"])
+    mode.check_workers(num_workers)
+    least = check_min_workers(min_workers, mode, num_workers)
+    is_elastic = least < num_workers
+    if task.task_type in ("ps", "worker"):
+        # SIGTERM ends such a worker, which the others go on without.
+        may_leave = is_elastic and task.task_type == "worker"
+        serving.end_process_after(lambda: serving.serve(task, timeout, may_leave=may_leave))
+    tuning.tune()
+    tuning.hide_gpus()
+    missing = preflight.wait_for_cluster(
+        task,
+        job_types=("chief", "worker", "ps"),
+        timeout=timeout,
+        spare_workers=num_workers - least,
+    )
+    absent = {w for w in range(num_workers) if config.task_name("worker", w) in missing}
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+    return resolver, task, absent, is_elastic
+
+
+def read_task() -> config.TaskConfig:
+    """Reads `TF_CONFIG`; raises `ClusterConfigError` if it is not a cluster of this kind."""
+    task = find.find_task_config()
+    if task is None:
+        raise config.ClusterConfigError(
+            "ParameterServerStrategy needs a cluster with a chief, workers and ps tasks: set "
+            "TF_CONFIG, or start the script by `keras-psplus run --workers 2 --ps 1`. "
+            f"Received: TF_CONFIG={os.environ.get('TF_CONFIG', '')!r}"
+        )
+    find.refuse_evaluator("ParameterServerStrategy", task)
+    for job in ("chief", "worker", "ps"):
+        if job not in task.cluster:
+            raise config.ClusterConfigError(
+                f"ParameterServerStrategy needs at least one `{job}` task. "
+                f"Received: {task.describe()}"
+            )
+    return task
+
+
+class Servers:
+    """The tasks that serve a chief: claimed, connected to, and greeted."""
+
+    def __init__(
+        self,
+        spec: Mapping[str, Sequence[str]],
+        task: config.TaskConfig | None,
+        protocol: str | None,
+        absent: set[int],
+    ) -> None:
+        names = {config.task_name("worker", index) for index in absent}
+        self._lease, self.notifier = ServerLease(spec, task), None
+        self._lease.claim_all(but=names)
+        connect(spec, protocol, absent)
+        if task is not None:
+            failure.install_exit_hook()
+            self.notifier = serving.ShutdownNotifier(self._lease.servers, but=names)
+
+    def admit(self, name: str, is_expected: bool = True) -> None:
+        """Claims a worker that has come; raises ClusterStartupError if it is not ours.
+
+        `is_expected` if it may be TensorFlow's own server, which says nothing of itself.
+        """
+        is_claimed = self._lease.claim(name)
+        if not is_claimed and is_expected:
+            return
+        address, own = self._lease.servers[name], serving.own_versions()
+        answer = "no answer"
+        if is_claimed:
+            try:
+                theirs = serving.ask(address, "versions", {})
+            except (OSError, RefusedError) as error:
+                # Also one of a version that knows no such question.
+                answer = str(error) or type(error).__name__
+            else:
+                if theirs == own:
+                    return
+                raise config.ClusterStartupError(
+                    f"{name} ({address}) has other versions than its chief: install {own} there. "
+                    f"Received: {theirs}"
+                )
+        raise config.ClusterStartupError(
+            f"{name} ({address}) cannot be asked for its versions on its control channel, "
+            f"{control_address(address)}: install {own} there, open that port, and start it with "
+            f"the job's {TOKEN_VARIABLE}. Received: {answer}"
+        )
+
+    def let_workers_leave(self, queue: ClosureQueue) -> None:
+        assert self.notifier is not None
+        told_to_end = functools.partial(self.notifier.told_to_end, "worker")
+        threading.Thread(
+            target=retire_leaving,
+            args=(queue, told_to_end),
+            name="Departures",
+            daemon=True,
+        ).start()
+
+    def greet(self, name: str) -> None:
+        """Greets a worker that has come, to which this chief is one of many."""
+        if self.notifier is not None:
+            self.notifier.greet(name)
 
 
 class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrategy):
@@ -138,18 +376,18 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         seconds("startup_timeout", startup_timeout)
         seconds("heartbeat_timeout", heartbeat_timeout)
         stalls.check_stall_warning(stall_warning)
-        placement.check_partitioner(variable_partitioner)
+        check_partitioner(variable_partitioner)
         # Before this task waits for others, or serves them.
         compressors = Compressors(compression, pull_compression)
-        self._mode = modes.check_mode(mode, backup_workers, max_staleness)
-        updates = modes.check_updates(updates_module.get(updates), self._mode)
-        overlap = modes.check_overlap(overlap_steps, self._mode, updates)
-        cluster_resolver, self._task, absent, is_elastic = startup.join_cluster(
+        self._mode = check_mode(mode, backup_workers, max_staleness)
+        updates = check_updates(updates_module.get(updates), self._mode)
+        overlap = check_overlap(overlap_steps, self._mode, updates)
+        cluster_resolver, self._task, absent, is_elastic = join_cluster(
             cluster_resolver, self._mode, min_workers, startup_timeout
         )
         spec = cluster_resolver.cluster_spec().as_dict()
         self._mode.check_workers(len(spec.get("worker", [])))
-        weights = placement.weights_of(spec.get("ps", ["ps"]))
+        weights = weights_of(spec.get("ps", ["ps"]))
         # As TensorFlow's constructor does, but for the implementation half.
         self._cluster_resolver = cluster_resolver
         self._verify_args_and_config(cluster_resolver)
@@ -165,7 +403,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         }
         self._cluster_coordinator = None
         self._engine = ParameterServerEngine(self)
-        servers = startup.Servers(spec, self._task, cluster_resolver.rpc_layer, absent)
+        servers = Servers(spec, self._task, cluster_resolver.rpc_layer, absent)
         self._chief = servers.notifier
         # TensorFlow's `ClusterCoordinator` reads them.
         self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
@@ -191,7 +429,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         members = Members(spec["worker"], admit, absent, endings)
         scheduler = Scheduler(
             self._num_workers,
-            failure.WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
+            WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             members,
             servers.greet,
             self._mode.window(bool(overlap)),

@@ -1,7 +1,7 @@
 """Pipelines: a model in stages, each on another worker."""
 
-from keras_psplus.pipeline.base.stages import stage
-from keras_psplus.pipeline.split.plan import Plan
+from keras_psplus.pipeline.plan import Plan
+from keras_psplus.pipeline.stages import stage
 from keras_psplus.pipeline.strategy import PipelineStrategy
 
 __all__ = ["PipelineStrategy", "Plan", "stage"]

@@ -1,9 +1,14 @@
-"""Engine of `PipelineStrategy`."""
+"""Engine of `PipelineStrategy`, and the chief's errors and watches of lost stages."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,21 +17,128 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.arguments import shown
+from keras_psplus.cluster.channel import ConnectionWatch
+from keras_psplus.cluster.monitor import stalls
+from keras_psplus.cluster.ports import control_address
+from keras_psplus.core import data_position
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.core.data import epochs, iterator_release
 from keras_psplus.core.distributed_engine import DistributedEngine
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.jobs import failure
+from keras_psplus.core.models import lifted
 from keras_psplus.core.worker_state import WorkerState
 from keras_psplus.engine import Call, answers
+from keras_psplus.errors import StageLostError
 from keras_psplus.log import logger
-from keras_psplus.pipeline import failure
-from keras_psplus.pipeline.base import microbatches, schedule
+from keras_psplus.pipeline import costs, microbatches, schedule
 from keras_psplus.pipeline.context import PipelineContext
-from keras_psplus.pipeline.split import costs
-from keras_psplus.pipeline.step import train_step
-from keras_psplus.pipeline.step.pipedream import PipeDreamFunction
-from keras_psplus.pipeline.step.step_function import PipelineTrainFunction, PredictFunction
-from keras_psplus.pipeline.step.traced_step import PipelineStep, Update
+from keras_psplus.pipeline.pipedream import PipeDreamFunction
+from keras_psplus.pipeline.step_function import PipelineTrainFunction, PredictFunction
+from keras_psplus.pipeline.traced_step import PipelineStep, Update
+
+# Errors of the chief about a lost stage.
+
+
+# Errors after a task is lost. The last two come from leftovers of an earlier step.
+_OF_TASKS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.InternalError,
+    tf.errors.CancelledError,
+)
+
+
+@contextlib.contextmanager
+def translate_errors(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    try:
+        yield
+    except _OF_TASKS as error:
+        number = None if strategy.task is None else _lost_worker(strategy, str(error))
+        if number is None:
+            raise
+        failure.mark_failed()
+        raise lost(strategy, number, failure.relevant_line(error)) from error
+
+
+def _lost_worker(strategy: tf.distribute.Strategy, message: str) -> int | None:
+    found = re.search(r"/job:worker/replica:0/task:(\d+)", message)
+    if found:
+        return int(found.group(1))
+    # Some errors say no more than "Socket closed".
+    return next(iter(stalls.unresponsive_tasks(addresses(strategy))), None)
+
+
+def lost(strategy: tf.distribute.Strategy, number: int, received: str) -> StageLostError:
+    address = strategy.task.cluster["worker"][number]
+    stage = number % strategy.num_stages
+    layers = "none yet" if strategy.plan is None else strategy.plan.stages[stage].described
+    return StageLostError(
+        f"worker-{number} ({address}), which has {stage_of_worker(strategy, number)} (layers: "
+        f"{layers}), stopped answering; the variables that it held are lost. Look into that task's "
+        "log, then start the whole job again: with the BackupAndRestore callback training resumes "
+        f"where the last backup was made. Received: {received}"
+    )
+
+
+def stage_of_worker(strategy: tf.distribute.Strategy, number: int) -> str:
+    """Description of a worker's stage, and of its pipeline if there are several."""
+    pipeline, stage = divmod(number, strategy.num_stages)
+    return f"stage {stage} of pipeline {pipeline}" if strategy.pipelines > 1 else f"stage {stage}"
+
+
+# Detection of waits of the chief, and of workers that stop responding.
+
+
+_LOOK_SECONDS = 1.0
+
+
+class StallProbe(stalls.StallProbe):
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__("chief-0", strategy.progress)
+        self._strategy = weakref.ref(strategy)
+
+    def describe(self, entered: int) -> str:
+        strategy = self._strategy()
+        silent = stalls.unresponsive_tasks(addresses(strategy))
+        missing = ", ".join(
+            f"worker-{i} ({stage_of_worker(strategy, i)}; no answer)" for i in silent
+        )
+        return (
+            "the stages; not arrived: "
+            f"{missing or 'none; the step may still be traced, or a stage is slow'}"
+        )
+
+
+class Watch:
+    """Watchdog that ends the job when a worker does not respond for a while.
+
+    A worker that hangs ends no call; the keepalive of its control channel finds that out.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, timeout: float) -> None:
+        self._strategy, self._timeout = weakref.ref(strategy), timeout
+        channels = {str(i): control_address(a) for i, a in addresses(strategy).items()}
+        self._connections = ConnectionWatch(channels, timeout)
+        threading.Thread(target=self._run, name="pipeline watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(min(_LOOK_SECONDS, self._timeout / 8))
+            strategy = self._strategy()
+            if strategy is None:
+                self._connections.close()
+                return
+            for number, silence in self._connections.silences().items():
+                if silence >= self._timeout:
+                    received = f"no answer for {self._timeout:g} s (heartbeat_timeout)"
+                    logger.error("%s", lost(strategy, int(number), received))
+                    failure.exit_now()
+            del strategy
+
+
+def addresses(strategy: tf.distribute.Strategy) -> dict[int, str]:
+    if strategy is None or strategy.task is None:
+        return {}
+    return dict(enumerate(strategy.task.cluster["worker"]))
 
 
 class _NothingKept(WorkerState):
@@ -47,8 +159,6 @@ class _NothingKept(WorkerState):
 
 
 class PipelineEngine(DistributedEngine):
-    """Engine of a chief that traces steps over the devices of all stages."""
-
     can_run_eagerly = False
     exports_copies = True
 
@@ -79,7 +189,6 @@ class PipelineEngine(DistributedEngine):
         return super()._end_steps(event)
 
     def _settle_for(self, variable: Any) -> None:
-        """Ends the steps that may change a variable."""
         steps = self.context.under_way
         if steps is not None and tf.executing_eagerly() and steps.has(variable):
             self.settle()
@@ -87,7 +196,7 @@ class PipelineEngine(DistributedEngine):
     # The trainer.
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        return failure.translate_errors(self.strategy)
+        return translate_errors(self.strategy)
 
     def build(self, call: Call) -> None:
         iterator = call.get("iterator")
@@ -99,15 +208,15 @@ class PipelineEngine(DistributedEngine):
     def run(self, call: Call) -> Any:
         if call.name != "compile":
             # A checkpoint of TensorFlow's, say, was read past `assign`.
-            self.context.copies.note_stale()
-            self.context.note_written()
+            self.context.copies.is_stale = True
+            self.context.has_written = True
         return super().run(call)
 
     def _divides_train_step(self, model: keras.Model) -> bool:
         """Whether losses and gradients are computed micro-batch by micro-batch."""
         if self.strategy.schedule == "gpipe":
             return False
-        reason = train_step.why_not_divided(model)
+        reason = microbatches.why_not_divided(model)
         if reason is None and self.context.splitter.has_masks(model):
             reason = "its outputs have masks, by whose number of entries the loss is divided"
         if reason is not None:
@@ -148,9 +257,9 @@ class PipelineEngine(DistributedEngine):
 
     @answers("make_iterator")
     def _make_iterator(self, call: Call) -> None:
-        iterator = epochs.make_without_data(call)
+        iterator = data_position.make_without_data(call)
         dataset = iterator.data_adapter.get_tf_dataset()
-        iterator._distributed_dataset = iterator_release.Dataset(dataset)
+        iterator._distributed_dataset = data_position.ReleasedDataset(dataset)
         iterator.batch_spec = dataset.element_spec
         iterator.batch_rows = microbatches.rows_of_data(iterator.data_adapter, dataset)
 
@@ -182,7 +291,7 @@ class PipelineEngine(DistributedEngine):
         self._settle_for(variable)
         self.context.copies.note_changed(variable)
         if tf.executing_eagerly():
-            self.context.note_written()
+            self.context.has_written = True
         return call.proceed()
 
     @answers("numpy")

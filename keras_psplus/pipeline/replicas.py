@@ -11,9 +11,8 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.core.batch.replica_step import current_step
-from keras_psplus.pipeline.base import gradients
-from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.extended import making_on
+from keras_psplus.pipeline import boundary
+from keras_psplus.pipeline.stages import Stages, making_on
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.tf_internals import record, resource_variable_ops
 
@@ -29,14 +28,10 @@ from keras_psplus.tf_internals import record, resource_variable_ops
 
 @dataclasses.dataclass(eq=False)
 class Copied:
-    """A variable that every pipeline has.
+    """A variable that every pipeline has, and whose primary one of them.
 
-    Attributes:
-        variable: Weak reference to the Keras variable.
-        pipeline: The pipeline that has the primary.
-        copies: By pipeline, the variables that have the same value.
-        is_state: Whether micro-batches change it: then they read and change the primary.
-        changes: Whether steps change it though it is not trained.
+    If micro-batches change it, it `is_state`: they read and change the primary. It `changes` if
+    steps change it though it is not trained.
     """
 
     variable: Any
@@ -48,12 +43,10 @@ class Copied:
 
     @property
     def path(self) -> str | None:
-        """Path of the Keras variable; None if that is gone."""
         variable = self.variable()
         return None if variable is None else variable.path
 
     def refresh(self) -> None:
-        """Gives the copies the value of the primary."""
         for copy in self.copies.values():
             # The tapes of a training step have nothing to do with it.
             with record.stop_recording(), ops.device(copy.device):
@@ -61,8 +54,6 @@ class Copied:
 
 
 class Reads:
-    """Context in which Keras's variables are those of one pipeline."""
-
     def __init__(self, copied: Iterable[Copied], pipeline: int) -> None:
         self._pairs = [
             (one.variable, one.copies[pipeline]) for one in copied if pipeline in one.copies
@@ -91,15 +82,12 @@ class Copies:
         # By ids of Keras variables, and of their values and copies.
         self._of_variable: dict[int, Copied] = {}
         self._of_value: dict[int, tuple[Copied, int]] = {}
-        self._is_stale = False
+        # Whether primaries may have changed since the copies were given their values.
+        self.is_stale = False
         self._refresh_all: Any = None
 
     def pipeline_for(self, variable: keras.Variable, stage: int) -> int:
-        """The pipeline whose worker is to have a variable's primary.
-
-        A stage's primaries are dealt out by bytes, so that the workers' links have as much to send,
-        and their memory as many slots.
-        """
+        """The pipeline whose worker is to have a primary; they are dealt out by bytes."""
         if not self._is_copied(variable):
             return 0
         held = [self._bytes.get((stage, pipeline), 0) for pipeline in range(self.pipelines)]
@@ -110,7 +98,6 @@ class Copies:
         return pipeline
 
     def make(self, variable: keras.Variable, stage: int, pipeline: int) -> None:
-        """Makes the copies of a variable whose primary was placed."""
         if not self._is_copied(variable):
             return
         primary, copies = variable._value, {}
@@ -144,7 +131,6 @@ class Copies:
         return self._of_value.get(id(value))
 
     def of_layer(self, layer: keras.Layer) -> list[Copied]:
-        """Copied variables of a layer and of all layers inside it."""
         if self.pipelines == 1:
             return []
         found = {}
@@ -158,10 +144,6 @@ class Copies:
     def every(self) -> list[Copied]:
         return list(self._of_variable.values())
 
-    def note_stale(self) -> None:
-        """Notes that primaries may have changed since the copies were given their values."""
-        self._is_stale = True
-
     def note_changed(self, variable: keras.Variable | tf.Variable) -> None:
         """Notes an assignment to a variable, in a traced step or outside of one."""
         if self.pipelines == 1:
@@ -169,13 +151,13 @@ class Copies:
         copied = self.of(variable) or (self.find(variable) or (None,))[0]
         note = getattr(current_step(), "note_changed", None)
         if note is None:
-            self._is_stale = True
+            self.is_stale = True
         elif copied is not None:
             note(copied)
 
     def refresh_stale(self) -> None:
         """Gives all copies their values before a step, if that may be necessary."""
-        if not self._is_stale or not self._of_variable:
+        if not self.is_stale or not self._of_variable:
             return
         if self._refresh_all is None:
             copied = self.every()
@@ -186,7 +168,7 @@ class Copies:
 
             self._refresh_all = tf.function(refresh_all, autograph=False)
         self._refresh_all()
-        self._is_stale = False
+        self.is_stale = False
 
     def _is_copied(self, variable: keras.Variable) -> bool:
         is_weight = getattr(variable, "_is_made_to_train", False)
@@ -209,13 +191,7 @@ class TraceAgain(Exception):
 
 @dataclasses.dataclass(eq=False)
 class ReplicaTransfer:
-    """A gradient on its way from one pipeline to another, which has the primary.
-
-    Attributes:
-        pipeline: Number of the pipeline that it comes from.
-        sent: Sum over the micro-batches of that pipeline.
-        arrived: The same, on the primary's device: tensors that are identities of those of `sent`.
-    """
+    """A gradient's sum on its way from one pipeline to another, which has the primary."""
 
     copied: Copied
     pipeline: int
@@ -227,13 +203,8 @@ class PipelineSums:
     """Communication between the pipelines of a step.
 
     Each sums the gradients of its micro-batches on its devices. One tensor for each variable
-    crosses to the variable's primary.
-
-    Args:
-        trains: Whether weights may change in this step, or have changed since the one before.
-
-    Attributes:
-        crossings: List of the `ReplicaTransfer`s that were traced.
+    crosses to the variable's primary. A step `trains` if weights may change in it, or have since
+    the one before.
     """
 
     def __init__(self, copies: Copies, trains: bool) -> None:
@@ -267,7 +238,6 @@ class PipelineSums:
             self._fresh.add(key)
 
     def note_changed(self, copied: Copied, in_microbatch: bool) -> None:
-        """Notes that the step gives a primary a value."""
         key = id(copied.primary)
         self._fresh.discard(key)
         if in_microbatch and not copied.is_state:
@@ -283,10 +253,7 @@ class PipelineSums:
     def of_variables(
         self, variables: list[tf.Variable]
     ) -> tuple[list[tf.Variable], Callable[[list[Any]], list[Any]]]:
-        """Primaries of variables, and a function that maps gradients by them.
-
-        For `gradients.JoinedCalls`.
-        """
+        """Primaries of variables, and a function that maps gradients by them."""
         found = [self._copies.find(variable) for variable in variables]
         primaries = {}
         for variable, known in zip(variables, found):
@@ -310,18 +277,13 @@ class PipelineSums:
         return list(primaries.values()), total
 
     def total(self, weights: list[keras.Variable], sums: dict[int, list[Any]]) -> list[Any]:
-        """Gradients of the batch.
-
-        Args:
-            sums: Dict from pipelines to lists of the gradients of their micro-batches.
-        """
+        """Gradients of the batch, of those of each pipeline's micro-batches."""
         return [
             self._total(weight._value, {pipeline: own[i] for pipeline, own in sums.items()})
             for i, weight in enumerate(weights)
         ]
 
     def _total(self, primary: tf.Variable, parts: dict[int, Any]) -> Any:
-        """The sum of the gradients of some pipelines, on the device of the primary."""
         if len(parts) == 1 and self._pipelines == 1:
             return next(iter(parts.values()))
         copied, home = self._copies.find(primary) or (None, 0)
@@ -334,7 +296,7 @@ class PipelineSums:
                     arrived = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
                     self.crossings.append(ReplicaTransfer(copied, pipeline, gradient, arrived))
                     gradient = arrived
-                total = gradients.add(total, gradient)
+                total = boundary.add(total, gradient)
         return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,28 +17,20 @@ from keras_psplus.cluster.process import tuning
 from keras_psplus.cluster.serving import ServerLease
 from keras_psplus.communication import Communication
 from keras_psplus.compression import Compressor, methods
-from keras_psplus.core import plan
+from keras_psplus.core import live, plan
 from keras_psplus.core.jobs import failure
-from keras_psplus.core.models import live
 from keras_psplus.core.strategy_engine import StrategyBase
-from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.context import PipelineContext
-from keras_psplus.pipeline.engine import PipelineEngine
-from keras_psplus.pipeline.extended import PipelineExtended
-from keras_psplus.pipeline.failure import StallProbe, Watch
+from keras_psplus.pipeline import schedule
+from keras_psplus.pipeline.context import PipelineContext, StageTimes
+from keras_psplus.pipeline.engine import PipelineEngine, StallProbe, Watch
 from keras_psplus.pipeline.replicas import Copies
-from keras_psplus.pipeline.split.splitter import Splitter, Variables
-from keras_psplus.pipeline.step.times import StageTimes
+from keras_psplus.pipeline.splitter import Splitter, Variables
+from keras_psplus.pipeline.stages import PipelineExtended, Stages
 from keras_psplus.pipeline.traffic import PipelineTraffic
 
 
 def read_task() -> config.TaskConfig | None:
-    """Reads `TF_CONFIG`; None if there is none.
-
-    Raises:
-        ClusterConfigError: If it is not a cluster of a chief and workers.
-    """
+    """Reads `TF_CONFIG`; None if there is none."""
     task = find.find_task_config()
     if task is None:
         return None
@@ -58,16 +50,8 @@ def read_task() -> config.TaskConfig | None:
     return task
 
 
-def serve_and_exit(task: config.TaskConfig, startup_timeout: float) -> NoReturn:
-    """Serves until the chief has ended, and ends the process."""
-    serving.end_process_after(lambda: serving.serve(task, startup_timeout=startup_timeout))
-
-
 def local_devices() -> list[str]:
-    """Names of this process's devices that are stages: its GPUs, else its logical CPU devices.
-
-    For a plan without training, its CPU as often as there are to be stages.
-    """
+    """Names of this process's GPUs or CPU devices; of a plan, its CPU repeated."""
     request = plan.read()
     if request is not None and request.stages is not None:
         return ["/job:localhost/replica:0/task:0/device:CPU:0"] * request.stages
@@ -79,16 +63,10 @@ def local_devices() -> list[str]:
     ]
 
 
-def device_of_worker(index: int, kind: str) -> str:
-    """Name of a worker's first device of a kind."""
-    return f"/job:worker/replica:0/task:{index}/device:{kind}:0"
-
-
 def devices_of_workers(count: int) -> list[str]:
-    """Names of the stages' devices: each worker's first GPU, or its CPU."""
     names = {device.name for device in tf.config.list_logical_devices()}
-    gpus = [device_of_worker(i, "GPU") for i in range(count)]
-    return [gpu if gpu in names else device_of_worker(i, "CPU") for i, gpu in enumerate(gpus)]
+    workers = [f"/job:worker/replica:0/task:{i}/device:" for i in range(count)]
+    return [f"{one}GPU:0" if f"{one}GPU:0" in names else f"{one}CPU:0" for one in workers]
 
 
 # Checks of `PipelineStrategy`'s own arguments.
@@ -125,7 +103,6 @@ def check_stages(stages: Any) -> list[list[str]] | None:
 
 
 def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1) -> None:
-    """Sees that there is a worker or a device for each stage of each pipeline."""
     if count % pipelines:
         few, many = count // pipelines * pipelines, -(-count // pipelines) * pipelines
         fitting = f"{many} workers" if few == 0 else f"{few} or {many} workers"
@@ -143,11 +120,6 @@ def check_count(patterns: list[list[str]] | None, count: int, pipelines: int = 1
 
 
 def check_schedule(given: Any, pipelines: int) -> str:
-    """Returns the name of a schedule.
-
-    Raises:
-        ValueError: If there is no such one, or it does not go with several pipelines.
-    """
     if not isinstance(given, str) or given not in schedule.NAMES:
         names = ", ".join(f'"{name}"' for name in schedule.NAMES)
         raise ValueError(f"`schedule` must be one of {names}. Received: schedule={given!r}")
@@ -161,11 +133,6 @@ def check_schedule(given: Any, pipelines: int) -> str:
 
 
 def check_gradient_compression(given: Any, pipelines: int) -> compression.Compressor | None:
-    """Returns the compressor of gradients between pipelines, or None.
-
-    Raises:
-        ValueError: If it is no cast, or if there is one pipeline.
-    """
     compressor = compression.get(given, allowed=_FOR_GRADIENTS)
     if compressor is not None and pipelines == 1:
         raise ValueError(
@@ -183,11 +150,6 @@ def check_gradient_compression(given: Any, pipelines: int) -> compression.Compre
 
 
 def check_compression(given: Any) -> compression.Compressor | None:
-    """Returns the compressor of activations, or None.
-
-    Raises:
-        ValueError: If it is none, or does not keep every element nearly as it is.
-    """
     compressor = compression.get(given, "activation_compression", _FOR_ACTIVATIONS)
     if compressor is not None and not getattr(compressor, "supports_values", False):
         raise ValueError(
@@ -307,15 +269,14 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
             devices, host = local_devices(), "/CPU:0"
             check_count(patterns, len(devices), pipelines)
         else:
-            check_count(patterns, len(self._task.cluster["worker"]), pipelines)
-            if self._task.task_type == "worker":
-                serve_and_exit(self._task, startup_timeout)
+            task = self._task
+            check_count(patterns, len(task.cluster["worker"]), pipelines)
+            if task.task_type == "worker":
+                serving.end_process_after(lambda: serving.serve(task, startup_timeout))
             tuning.tune()
             tuning.hide_gpus()
-            preflight.wait_for_cluster(
-                self._task, job_types=("chief", "worker"), timeout=startup_timeout
-            )
-            devices, host = self._connect(self._task)
+            preflight.wait_for_cluster(task, job_types=("chief", "worker"), timeout=startup_timeout)
+            devices, host = self._connect(task)
         self.plan = None
         self._options = {
             "microbatches": microbatches,
@@ -337,7 +298,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         self._communication = Communication()
         # What a step waits for is not measured.
         self._communication.add_source(traffic.traffic, lambda: 0.0)
-        super().__init__(PipelineExtended(self, made.devices, devices, host, copies.note_changed))
+        super().__init__(PipelineExtended(self, made, host, copies.note_changed))
         if self._task is not None:
             Watch(self, heartbeat_timeout)
         stalls.Inspector(stall_warning, StallProbe(self).look)
@@ -350,11 +311,10 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
             tf.train.ClusterSpec(spec), job_name="chief", task_index=0, protocol="grpc"
         )
         failure.install_exit_hook()
-        count = len(spec["worker"])
         self._chief = serving.ShutdownNotifier(
             {f"worker-{i}": address for i, address in enumerate(spec["worker"])}
         )
-        return devices_of_workers(count), "/job:chief/replica:0/task:0/device:CPU:0"
+        return devices_of_workers(len(spec["worker"])), "/job:chief/replica:0/task:0/device:CPU:0"
 
     @property
     def num_stages(self) -> int:

@@ -1,14 +1,8 @@
-"""Counts what training steps send from stage to stage, and from pipeline to pipeline.
-
-TensorFlow's runtime sends tensors by itself, so they are counted in the graph of a step, when each
-of its operations has a device: a tensor is sent once to each other device that needs it. Each call
-adds the bytes to a variable on the chief. They are a constant, but for tensors whose shapes are
-known only when the step runs: those are measured where they are.
-"""
+"""Devices of a step's operations, and what goes from stage to stage and between pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -17,24 +11,144 @@ import tensorflow as tf
 from keras_psplus.communication import Traffic
 from keras_psplus.compression import Compressor
 from keras_psplus.core.batch.replica_step import Key, TensorTraffic, TrafficVariables
-from keras_psplus.pipeline.base import microbatches
-from keras_psplus.pipeline.base.stages import Stages
-from keras_psplus.pipeline.graph import devices
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.pipeline.replicas import Copies, ReplicaTransfer
+from keras_psplus.pipeline.stages import Stages
 from keras_psplus.tf_internals import framework_ops as ops
+
+# Operations that belong to no layer get a device: that of their largest input.
+#
+# What is between layers (a skip connection's sum, the join of micro-batches), losses, metrics, the
+# sums of a variable's gradients and what an optimizer does to them would otherwise run on the
+# chief, and everything that they need would be sent there and back. Of inputs of one size, the one
+# nearest to where the result is needed counts. What is computed of the batch alone runs where its
+# results are used.
+
+
+# What a dimension that is not known counts as.
+_UNKNOWN = 64
+# They need to know a tensor's shape, not the tensor, which must not be sent for that.
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+
+
+def place(graph: tf.Graph, first: int, stages: Stages) -> list[tf.Operation]:
+    """Places operations of a graph that have no device; returns those, but for constants."""
+    operations = graph.get_operations()[first:]
+    captured = _devices_of_captures(graph)
+    placed = []
+    for op in operations:
+        if not op.device and op.type != "Placeholder":
+            device = _resource_device(op, captured) or _device_of_largest(op, stages)
+            if device:
+                op._set_device(device)
+                placed.append(op)
+    for op in reversed(operations):
+        if not op.device and op.type not in ("Placeholder", *_SHAPES):
+            of_users = of_consumers(op.outputs)
+            if of_users:
+                op._set_device(of_users)
+                placed.append(op)
+    for op in operations:
+        if not op.device and op.type in _SHAPES:
+            op._set_device(op.inputs[0].op.device or of_consumers([op.inputs[0]]) or "")
+    return [op for op in placed if op.type != "Const"]
+
+
+def where_run(graph: tf.Graph) -> Callable[[tf.Operation], str]:
+    """Function of a placed graph's operations that returns where TensorFlow runs them.
+
+    That is with its variable, if it has one, whatever device it was given.
+    """
+    captured = _devices_of_captures(graph)
+    return lambda op: _resource_device(op, captured) or op.device
+
+
+def of_consumers(tensors: list[tf.Tensor]) -> str | None:
+    """Device of the first operation that uses one of some tensors, if it has one."""
+    for tensor in tensors:
+        for op in tensor.consumers():
+            if op.device and op.type not in _SHAPES:
+                return op.device
+    return None
+
+
+def _devices_of_captures(graph: tf.Graph) -> dict[int, str]:
+    return {
+        id(inside): outside.device
+        for outside, inside in getattr(graph, "captures", ())
+        if inside.dtype == tf.resource and isinstance(outside, ops.EagerTensor)
+    }
+
+
+def _resource_device(op: tf.Operation, captured: Mapping[int, str]) -> str | None:
+    for tensor in op.inputs:
+        if tensor.dtype == tf.resource:
+            return captured.get(id(tensor)) or tensor.op.device
+    return None
+
+
+def _device_of_largest(op: tf.Operation, stages: Stages) -> str:
+    largest, device = -1, ""
+    for tensor in op.inputs:
+        size, own = _size(tensor), tensor.op.device
+        if not own or size < largest:
+            continue
+        if size > largest or _is_nearer(op, own, device, stages):
+            largest, device = size, own
+    return device
+
+
+def _is_nearer(op: tf.Operation, one: str, other: str, stages: Stages) -> bool:
+    """Whether what an operation computes is needed on one device rather than on another.
+
+    A residual connection's sum is needed on the later stage, and a sum of gradients on the earlier;
+    else each sum of a transformer's later stages would be on the first.
+    """
+    pipeline = stages.pipeline_of(one)
+    if pipeline is None or pipeline != stages.pipeline_of(other):
+        return False
+    of_one, of_other = stages.of_device(one), stages.of_device(other)
+    return of_one < of_other if op.type == "AddN" else of_one > of_other
+
+
+def _size(tensor: tf.Tensor) -> int:
+    if tensor.shape.rank is None:
+        return _UNKNOWN
+    size = max(1, tensor.dtype.size)
+    for dimension in tensor.shape:
+        size *= _UNKNOWN if dimension is None else dimension
+    return size
+
+
+# They change nothing, though TensorFlow counts them as if they did.
+_READS = ("Placeholder", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp")
+
+
+def operations(graph: tf.Graph, results: Any) -> set[tf.Operation]:
+    """The operations whose results are returned, or change something."""
+    waiting = [leaf.op for leaf in tf.nest.flatten(results, expand_composites=True) if _is_in(leaf)]
+    for op in graph.get_operations():
+        if op._is_stateful and op.type not in _READS:
+            waiting.append(op)
+    return with_inputs(waiting)
+
+
+def _is_in(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) and hasattr(leaf, "graph")
+
+
+# TensorFlow's runtime sends tensors by itself, so they are counted in the graph of a step, when
+# each of its operations has a device: a tensor is sent once to each other device that needs it.
+# Each call adds the bytes to a variable on the chief. They are a constant, but for tensors whose
+# shapes are known only when the step runs: those are measured where they are.
+
 
 # Constants are wherever they are needed, and handles stay where they are.
 _NOT_SENT = ("Const", "Placeholder", "Shape", "ShapeN", "Size", "Rank")
 
 
 class Encoded(NamedTuple):
-    """Tensors that are sent in fewer bytes.
-
-    Attributes:
-        payload: List of what is sent in their place.
-        compressor: What has encoded them.
-        path: Path of the variable whose gradient they are, or None.
-    """
+    """Tensors, a variable's gradient or not, that are sent in fewer bytes."""
 
     tensors: list[tf.Tensor]
     payload: list[tf.Tensor]
@@ -43,8 +157,6 @@ class Encoded(NamedTuple):
 
 
 class PipelineTraffic:
-    """Totals of one strategy, in variables on the chief."""
-
     def __init__(self, host: str, stages: Stages, copies: Copies) -> None:
         self._host, self._stages, self._copies = host, stages, copies
         self._totals = TrafficVariables(host)
@@ -56,11 +168,7 @@ class PipelineTraffic:
         crossings: Iterable[ReplicaTransfer],
         encoded: Iterable[Encoded],
     ) -> None:
-        """Lets each call of a step that is being traced count what it sends.
-
-        Args:
-            graph: Graph of the step, all of whose operations have devices.
-        """
+        """Lets each call of a step that is being traced count what it sends."""
         sent = _Names(self._copies, graph, crossings, encoded).by_key(
             sorted(_sent(graph, results, self._stages), key=_order)
         )
@@ -75,7 +183,6 @@ class PipelineTraffic:
         self._totals.add(entries)
 
     def traffic(self) -> list[Traffic]:
-        """List of `Traffic`, of all workers together."""
         return self._totals.traffic()
 
 
@@ -88,13 +195,12 @@ class _Transfer(NamedTuple):
 
 
 def _order(sent: _Transfer) -> tuple[bool, tuple[int, ...]]:
-    """Stages first, each way by itself, then what crosses between pipelines."""
     crosses = sent.pipelines[0] != sent.pipelines[1]
     return crosses, sent.stages if not crosses else ()
 
 
 def _sent(graph: tf.Graph, results: Any, stages: Stages) -> Iterator[_Transfer]:
-    run, device_of = microbatches.operations(graph, results), devices.where_run(graph)
+    run, device_of = operations(graph, results), where_run(graph)
     # Not in the order of the set, which differs from trace to trace.
     found = {
         (id(tensor), device_of(op)): tensor
@@ -212,13 +318,8 @@ def compress_activations(
 ) -> list[Encoded]:
     """Compresses activations between stages: encoded by the sender, decoded by the receiver.
 
-    Each row is encoded by itself, so that a row's results do not depend on the others.
-
-    Args:
-        graph: The graph of a step, all of whose operations have devices.
-        activations: Outputs of layers, and gradients of their inputs.
-        between: The operations that belong to no layer. Tensors that they compute from activations
-            count as activations.
+    Each row is encoded by itself, so that a row's results do not depend on the others. What
+    operations `between` layers compute from activations counts as activations.
     """
     sent = {id(tensor): tensor for tensor in activations}
     for op in between:
@@ -253,11 +354,8 @@ def compress_gradients(
 ) -> list[Encoded]:
     """Compresses gradients between pipelines, of which a primary's worker decodes each.
 
-    The sum of the pipeline that has the primary goes nowhere, and is left as it is.
-
-    Args:
-        compressor: A `Cast`, or a `ByVariable` of these.
-        scale: Result of `loss_scale`; gradients are sent without it.
+    The sum of the pipeline that has the primary goes nowhere, and is left as it is. Gradients are
+    sent without the loss `scale`.
     """
     encoded = []
     for transfer in transfers:

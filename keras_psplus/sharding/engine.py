@@ -15,7 +15,7 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.base.optimizers import iterations_of, optimizers_of
-from keras_psplus.core.models.building import lifted
+from keras_psplus.core.models import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
 from keras_psplus.log import logger

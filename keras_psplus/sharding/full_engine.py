@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.core.graph.compiled_calls import have_weights
 from keras_psplus.core.graph.subgraph import nodes_in_order
-from keras_psplus.core.models.building import is_unit
+from keras_psplus.core.models import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
@@ -26,7 +26,7 @@ from keras_psplus.sharding.weight import WeightShare, WholeWeight
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
-    from keras_psplus.core.graph.compiled_function import CompiledFunction
+    from keras_psplus.core.graph.compiled_calls import CompiledFunction
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.plan import OptimizerPlan

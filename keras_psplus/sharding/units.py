@@ -28,7 +28,7 @@ from keras_psplus.all_reduce.collectives import gradients
 from keras_psplus.all_reduce.reduction import routes
 from keras_psplus.all_reduce.topology import shards
 from keras_psplus.core.batch.replica_step import TrafficVariables, current_step
-from keras_psplus.core.graph.compiled_function import CompiledFunction, graphs, is_in_gradient_of
+from keras_psplus.core.graph.compiled_calls import CompiledFunction, graphs, is_in_gradient_of
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree

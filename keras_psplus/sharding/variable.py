@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.step.broadcast import WIDER
+from keras_psplus.all_reduce.step.mirrored_variables import WIDER
 from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops

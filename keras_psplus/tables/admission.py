@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras_psplus.tables import policies
 from keras_psplus.tables.chunks import MOST_ROWS, ChunkedRows, places_of
 from keras_psplus.tables.index import FREQUENCY, LAST, SEEN, KeyRows
-from keras_psplus.tables.keys import BLOCKS, FREE, blocks_of, mix, mixed, streams, uniform
+from keras_psplus.tables.keys import BLOCKS, blocks_of, mix, mixed, streams, uniform
 
 # Expiry of rows, in a bounded time at each step.
 #
@@ -91,7 +91,7 @@ class Expiry:
         Returns:
             Two masks: rows that were updated and live, and those that have died since.
         """
-        has_key, dead = tf.not_equal(key_rows.keys(rows), FREE), self._is_dead(key_rows, rows)
+        has_key, dead = key_rows.have_key(rows), self._is_dead(key_rows, rows)
         updated = tf.logical_and(key_rows.meta(rows)[:, LAST] > step, tf.logical_not(dead))
         died = tf.logical_and(dead, ~self._is_dead(key_rows, rows, (step, seconds)))
         return tf.logical_and(has_key, updated), tf.logical_and(has_key, died)
@@ -121,18 +121,15 @@ class Expiry:
         if self._unused is None:
             return
         rows = self._window(key_rows, what, _SWEPT)
-        has_key = tf.not_equal(key_rows.keys(rows), FREE)
-        dead = places_of(tf.logical_and(has_key, self._is_dead(key_rows, rows)))
+        dead = places_of(tf.logical_and(key_rows.have_key(rows), self._is_dead(key_rows, rows)))
         key_rows.remove(tf.gather(rows, dead))
 
     def _remove_first(self, key_rows: KeyRows, over: tf.Tensor) -> int:
         assert self._share is not None
         # A small share is looked at whole, with the rows that this step has added.
         rows = self._window(key_rows, "capacity", MOST_ROWS if self._share <= _WINDOW else _WINDOW)
-        keys = key_rows.keys(rows)
-        have_key = places_of(tf.not_equal(keys, FREE))
-        rows, keys = (tf.gather(of, have_key) for of in (rows, keys))
-        meta = key_rows.meta(rows)
+        rows = tf.gather(rows, places_of(key_rows.have_key(rows)))
+        keys, meta = key_rows.keys(rows), key_rows.meta(rows)
         is_new = tf.cast(meta[:, LAST] > self._clock.step(), _INT)
         # The last counts most. Among equals, the order of the keys' hashes.
         criteria = [tf.bitcast(mixed(keys), _LONG), meta[:, LAST]]

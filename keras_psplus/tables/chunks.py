@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.keys import FREE
 from keras_psplus.tf_internals import context, resource_variable_ops
 
 # Parts of graphs.
@@ -270,7 +269,7 @@ class _Rows(Protocol):
     next: tf.Variable
     others: list[ChunkedRows]
 
-    def keys(self, rows: tf.Tensor) -> tf.Tensor: ...
+    def have_key(self, rows: tf.Tensor) -> tf.Tensor: ...
 
     def last(self, rows: tf.Tensor) -> tf.Tensor: ...
 
@@ -353,7 +352,7 @@ class FrozenRows:
     def _counts(self, rows: tf.Tensor) -> tf.Tensor:
         last = self._of.last(rows)
         is_in_range = tf.logical_and(last > self._since, last <= self._until)
-        return tf.logical_and(is_in_range, tf.not_equal(self._of.keys(rows), FREE))
+        return tf.logical_and(is_in_range, self._of.have_key(rows))
 
     def _contents(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         columns = [column.sparse_read(rows) for column in self._of.others]

@@ -7,6 +7,9 @@ at another number of keys: they never grow together.
     table       0        1      2      3     ...     64
     has       few keys   or many, in parts
     full at    0.90     0.90   0.89   0.88   ...    0.45  of its buckets
+
+Two hashes say that a bucket is empty, or its key removed. The rows of keys with these are kept in a
+variable.
 """
 
 import os
@@ -17,7 +20,7 @@ import tensorflow as tf
 
 from keras_psplus.tables import chunks
 from keras_psplus.tables.chunks import MOST_ROWS, ChunkedRows, FrozenRows, places_of, traced_once
-from keras_psplus.tables.keys import DELETED, FREE, mixed, part_of
+from keras_psplus.tables.keys import mix_number, mixed, part_of
 
 PARTS = 64
 _FEW = 1 << 18
@@ -26,6 +29,8 @@ _FULLEST = [0.9, *(0.9 * 2 ** (-i / PARTS) for i in range(PARTS))]
 # Keys that one update moves so that tables lose the marks of removed ones; each counts as some.
 _MOST_MOVED, _LEAST_MOVED = 1 << 16, 1 << 11
 _INT, _LONG = tf.int32, tf.int64
+# Hashes in buckets that never had a key, and in those that had: of the two smallest keys.
+_EMPTY, _DELETED = ((mix_number(2**63 + i) + 2**63) % 2**64 - 2**63 for i in range(2))
 
 
 class KeyIndex:
@@ -33,11 +38,10 @@ class KeyIndex:
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
-            empty, deleted = tf.unstack(_no_keys())
             self._tables = [
                 tf.raw_ops.AnonymousMutableDenseHashTable(
-                    empty_key=empty,
-                    deleted_key=deleted,
+                    empty_key=tf.constant(_EMPTY, _LONG),
+                    deleted_key=tf.constant(_DELETED, _LONG),
                     value_dtype=_INT,
                     value_shape=[],
                     initial_num_buckets=_BUCKETS,
@@ -48,6 +52,8 @@ class KeyIndex:
             # One tensor for functions and branches to take, instead of many.
             self._handles = tf.stack(self._tables)
             self._are_many = tf.Variable(False, trainable=False)
+            # Row numbers of the keys with the two hashes, or -1.
+            self._aside = tf.Variable([-1, -1], dtype=_INT, trainable=False)
             # Removed keys of each table, and how many it may have before somebody looks.
             self._removed = tf.Variable(tf.zeros([1 + PARTS], _INT), trainable=False)
             full = tf.constant([int(_BUCKETS * fullest) for fullest in _FULLEST])
@@ -55,15 +61,29 @@ class KeyIndex:
 
     def find(self, hashes: tf.Tensor) -> tf.Tensor:
         """int32 row numbers of an int64 vector of hashes; -1 where there is none."""
-        return tf.ensure_shape(_find_all(hashes, self._are_many, self._handles), [None])
+        which = _which_aside(hashes)
+
+        def with_aside() -> tf.Tensor:
+            # Others are found in the place of the two.
+            found = find(tf.where(which >= 0, hashes ^ 1, hashes))
+            aside = tf.gather(self._aside.read_value(), tf.maximum(which, 0))
+            return tf.where(which >= 0, aside, found)
+
+        def find(hashes: tf.Tensor) -> tf.Tensor:
+            return _find_all(hashes, self._are_many, self._handles)
+
+        found = tf.cond(tf.reduce_any(which >= 0), with_aside, lambda: find(hashes))
+        return tf.ensure_shape(found, [None])
 
     def insert(self, hashes: tf.Tensor, rows: tf.Tensor) -> None:
         """Adds hashes that are not there, with their row numbers."""
+        hashes, rows = self._set_aside(hashes, rows)
         are_many = _insert_all(hashes, rows, self._are_many, self._handles)
         self._are_many.assign(are_many, read_value=False)
 
     def remove(self, hashes: tf.Tensor) -> None:
         """Removes hashes that are there."""
+        hashes, _ = self._set_aside(hashes, tf.fill(tf.shape(hashes), -1))
         counts = _remove_all(hashes, self._are_many, self._handles)
         removed, limits = self._removed.read_value() + counts, self._limits.read_value()
         removed, limits = tf.cond(
@@ -76,8 +96,28 @@ class KeyIndex:
 
     def clear(self) -> None:
         _clear_all(self._handles)
+        self._aside.assign([-1, -1], read_value=False)
         self._are_many.assign(False, read_value=False)
         self._removed.assign(tf.zeros([1 + PARTS], _INT), read_value=False)
+
+    def _set_aside(self, hashes: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sets rows of the two hashes; returns the others."""
+        which = _which_aside(hashes)
+
+        def others() -> tuple[tf.Tensor, tf.Tensor]:
+            two, rest = places_of(which >= 0), places_of(which < 0)
+            at = tf.gather(which, two)[:, tf.newaxis]
+            before = self._aside.read_value()
+            after = tf.tensor_scatter_nd_update(before, at, tf.gather(rows, two))
+            self._aside.assign(after, read_value=False)
+            return tf.gather(hashes, rest), tf.gather(rows, rest)
+
+        return tf.cond(tf.reduce_any(which >= 0), others, lambda: (hashes, rows))
+
+
+def _which_aside(hashes: tf.Tensor) -> tf.Tensor:
+    """Index of each hash among the two that no bucket may have, or -1."""
+    return tf.where(hashes == _EMPTY, 0, tf.where(hashes == _DELETED, 1, -1))
 
 
 def _find(hashes: tf.Tensor, are_many: tf.Tensor, tables: tf.Tensor) -> tf.Tensor:
@@ -168,8 +208,7 @@ def _contents(table: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         tf.reshape(of, [-1])
         for of in tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=_LONG, Tvalues=_INT)
     )
-    empty, deleted = tf.unstack(_no_keys())
-    has_key = places_of(tf.logical_and(keys != empty, keys != deleted))
+    has_key = places_of(tf.logical_and(keys != _EMPTY, keys != _DELETED))
     return tf.gather(keys, has_key), tf.gather(rows, has_key), tf.size(keys)
 
 
@@ -201,7 +240,7 @@ def _import_empty(table: tf.Tensor, buckets: tf.Tensor) -> None:
     # It wants matrices, and says vectors in its signature.
     keys, values = (
         tf.raw_ops.PlaceholderWithDefault(input=of, shape=tf.TensorShape(None))
-        for of in (tf.fill([buckets, 1], _no_keys()[0]), tf.zeros([buckets, 1], _INT))
+        for of in (tf.fill([buckets, 1], tf.constant(_EMPTY, _LONG)), tf.zeros([buckets, 1], _INT))
     )
     tf.raw_ops.LookupTableImportV2(table_handle=table, keys=keys, values=values)
 
@@ -220,11 +259,6 @@ _remove_all = traced_once(_remove, _hashes, _are_many, _handles)
 _clear_all = traced_once(_clear, _handles)
 # By itself: TensorFlow makes it ready when it is first needed, which few tables come to.
 _rewrite_all = traced_once(_rewrite, _counts, _counts, _handles)
-
-
-def _no_keys() -> tf.Tensor:
-    """Hashes in buckets that never had a key, and in those that had."""
-    return hashes_of(tf.constant([FREE, DELETED], _LONG))
 
 
 def hashes_of(keys: tf.Tensor) -> tf.Tensor:
@@ -326,7 +360,7 @@ class RemovalLog:
 #
 # column    key      meta: frequency, last use, its time in seconds
 # row 0     17             5         812       1795702463
-# row 1     FREE                                            (on the stack of free rows)
+# row 1                    -1           0              0    (on the stack of free rows)
 
 
 FREQUENCY, LAST, SEEN = range(3)
@@ -367,8 +401,12 @@ class KeyRows:
         return self.next.read_value() - self._free_count.read_value()
 
     def keys(self, rows: tf.Tensor) -> tf.Tensor:
-        """int64 keys of rows; `FREE` of those that have none."""
+        """int64 keys of rows that have one."""
         return self._keys.sparse_read(rows)[:, 0]
+
+    def have_key(self, rows: tf.Tensor) -> tf.Tensor:
+        """Whether rows have a key."""
+        return self.meta(rows)[:, FREQUENCY] >= 0
 
     def meta(self, rows: tf.Tensor) -> tf.Tensor:
         """int32 matrix of frequencies, last uses and times of rows."""
@@ -423,7 +461,7 @@ class KeyRows:
         self.index.remove(hashes_of(keys))
         count, free = tf.size(rows), self._free_count.read_value()
         self.keep(rows)
-        self._keys.write(rows, tf.fill([count, 1], tf.constant(FREE, _LONG)))
+        self._meta.write(rows, tf.tile([[-1, 0, 0]], [count, 1]))
         self._free.allocate(free + count)
         self._free.write(tf.range(free, free + count), rows[:, tf.newaxis])
         self._free_count.assign_add(count, read_value=False)

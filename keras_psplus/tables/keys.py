@@ -11,8 +11,6 @@ import tensorflow as tf
 from keras_psplus.arguments import shown
 
 _INTEGERS = tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32
-# Two keys that the hash table needs for itself.
-FREE, DELETED = -(2**63), -(2**63) + 1
 # Divisible by all numbers of servers up to 8, so that these have as many keys each.
 BLOCKS = 840
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -32,7 +30,6 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
 
     Raises:
         ValueError: If they are of another type.
-        tf.errors.InvalidArgumentError: If one of them is a key that the table needs for itself.
     """
     if ids.dtype == tf.string:
         flat = tf.reshape(ids, [-1])
@@ -45,15 +42,7 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
             f"The keys of the layer '{name}' must be integers of up to 64 bits or strings. Cast "
             f'them, or declare the input with `dtype="int64"`. Received: dtype={ids.dtype.name}'
         )
-    if ids.dtype != tf.int64:
-        return tf.cast(ids, tf.int64)
-    message = (
-        f"The layer '{name}' takes all integers of 64 bits but for {FREE} and {DELETED}, which its "
-        "table uses itself. Received: one of them"
-    )
-    taken = tf.debugging.assert_greater(tf.reduce_min(ids), tf.constant(DELETED, tf.int64), message)
-    with tf.control_dependencies([] if taken is None else [taken]):
-        return tf.identity(ids)
+    return ids if ids.dtype == tf.int64 else tf.cast(ids, tf.int64)
 
 
 def mixed(keys: tf.Tensor) -> tf.Tensor:
@@ -162,19 +151,22 @@ def check_initializer(initializer: Any) -> dict[str, Any]:
 
 def maker_of_missing(spec: dict[str, Any]) -> _Maker | None:
     """Function that makes rows of keys which a table lacks, or None for zeros."""
-    return None if spec["default"] == ZEROS else maker(spec["initializer"], spec["dim"])
+    return None if spec["default"] == ZEROS else maker(spec)
 
 
-def maker(initializer: dict[str, Any], dim: int) -> _Maker:
-    """Function that makes the rows of an int64 vector of keys.
+def maker(spec: dict[str, Any]) -> _Maker:
+    """Function that makes the rows of an int64 vector of keys, under its constraint.
 
     Args:
-        dim: Numbers in a row.
+        spec: Of the table.
     """
+    initializer, dim = spec["initializer"], spec["dim"]
     make, config, seed = _MAKERS[initializer["kind"]], initializer["config"], initializer["seed"]
+    constraint = keras.constraints.get(spec.get("constraint"))
 
     def rows(keys: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(make(keys, dim, seed, config), [None, dim])
+        made = tf.ensure_shape(make(keys, dim, seed, config), [None, dim])
+        return made if constraint is None else constraint(made)
 
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -160,6 +160,16 @@ class LocalTable(Checkpointed, CompositeVariable):
     def write_snapshot(self, snapshot: Snapshot) -> None:
         self._contents.write(0, snapshot)
 
+    def read_items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return self._contents.items(batch)
+
+    def edit(self, act: Callable[[Contents], None]) -> None:
+        act(self._contents)
+
+    @property
+    def slot_numbers(self) -> range:
+        return range(1, 1 + self._slots)
+
     def read_changes(self, mark: Any) -> Changes:
         """Changes since a mark, or all of the table."""
         servers = [(part.removed, part.changed) for part in self._parts()]
@@ -211,6 +221,19 @@ class _StorePart:
                 store.insert(tf.constant(entries[first : first + _CHUNK]))
 
         self.on(insert)
+
+    def admit(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        self.on(lambda store: store.admit(tf.constant(keys), tf.constant(counts)))
+
+    def remove(self, keys: np.ndarray) -> None:
+        self.on(lambda store: store.remove(tf.constant(keys)))
+
+    def stretch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        def read(store: RowStore) -> tuple[np.ndarray, np.ndarray]:
+            entries = store.entries(first, count).numpy()
+            return entries, store.weights.sparse_read(tf.range(first, first + len(entries))).numpy()
+
+        return self.on(read)
 
     def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
         def put(store: RowStore) -> None:

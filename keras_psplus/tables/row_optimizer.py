@@ -112,7 +112,7 @@ class RowOptimizer:
         self._weight_decay = config["weight_decay"]
         self._clipvalue = config["clipvalue"]
         self._constraint = keras.constraints.get(config["constraint"])
-        self._regularizer = keras.regularizers.get(config["regularizer"])
+        self._penalty_gradient = gradient_of(keras.regularizers.get(config["regularizer"]))
         self._weights = RowVariable(weights)
         self._slots: list[RowVariable] = []
         optimizer = self._optimizer
@@ -142,13 +142,9 @@ class RowOptimizer:
 
     def regularized(self, ids: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         """The gradient of rows with that of the table's regularizer on them."""
-        if self._regularizer is None:
+        if self._penalty_gradient is None or isinstance(self._weights._variable, ChunkedRows):
             return gradient
-        rows = self._weights._variable.sparse_read(ids)
-        with tf.GradientTape() as tape:
-            tape.watch(rows)
-            penalty = self._regularizer(rows)
-        return gradient + tape.gradient(penalty, rows)
+        return gradient + self._penalty_gradient(self._weights._variable.sparse_read(ids))
 
     def apply(
         self,
@@ -178,6 +174,9 @@ class RowOptimizer:
             view.begin(ids)
         if self._clipvalue:
             gradient = tf.clip_by_value(gradient, -self._clipvalue, self._clipvalue)
+        if self._penalty_gradient and isinstance(self._weights._variable, ChunkedRows):
+            # Those of keys are known, and perhaps made, behind all clipping alone.
+            gradient += self._penalty_gradient(self._weights.value)
         if self._weight_decay:
             decay = tf.cast(self._weight_decay, tf.float32) * learning_rate
             self._weights.assign_sub(self._weights.value * decay)
@@ -276,7 +275,9 @@ def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
     Raises:
         ValueError: If they do not, as those whose step depends on a norm or on factors.
     """
-    _check_constraint(config["constraint"], dim)
+    check_constraint(
+        config["constraint"], dim, ', or keep the table on the workers (`placement="mirrored"`)'
+    )
     random = np.random.RandomState(0)
     start = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
     gradient = random.standard_normal((_CHECK_ROWS, _CHECK_DIM)).astype(np.float32)
@@ -303,7 +304,43 @@ def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
         raise ValueError(_refusal(config, "a step on all rows at once differs from one by one"))
 
 
-def _check_constraint(config: Mapping[str, Any] | None, dim: int) -> None:
+def gradient_of(regularizer: Any) -> Any:
+    """Function from rows to the gradient of a regularizer's penalty; None without one."""
+    if regularizer is None:
+        return None
+    # Not by a tape: those of a function that is traced in `tf.init_scope` record nothing.
+    return tf.function(
+        lambda rows: tf.gradients(regularizer(rows), rows)[0],
+        input_signature=[tf.TensorSpec([None, None])],
+        autograph=False,
+    )
+
+
+def check_regularizer(regularizer: Any) -> None:
+    """Raises ValueError if a regularizer does not take each row by itself."""
+    gradient = gradient_of(regularizer)
+    if gradient is None:
+        return
+    rows, why = np.random.RandomState(0).standard_normal((_CHECK_ROWS, _CHECK_DIM)), ""
+    try:
+        at_once = gradient(tf.constant(rows, tf.float32))
+        one_by_one = [gradient(tf.constant(row[np.newaxis], tf.float32)) for row in rows]
+        if np.allclose(at_once, np.concatenate(one_by_one), rtol=1e-4, atol=1e-6):
+            return
+    except Exception as error:
+        why = f" ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+    raise ValueError(
+        "`embeddings_regularizer` takes each row by itself, as L1, L2 and L1L2 of Keras do: each "
+        f"server has other rows of a step{why}. Received: {type(regularizer).__name__}"
+    )
+
+
+def check_constraint(config: Mapping[str, Any] | None, dim: int, instead: str = "") -> None:
+    """Raises ValueError if a serialized constraint does not take each row by itself.
+
+    Args:
+        instead: Another way out, for the message.
+    """
     if config is None:
         return
     why = "what it makes of a row depends on the other rows"
@@ -324,7 +361,7 @@ def _check_constraint(config: Mapping[str, Any] | None, dim: int) -> None:
         f"The constraint {name} cannot be applied to single rows of a table ({why}). Use one that "
         "takes each row by itself, such as `keras.constraints.MaxNorm(2.0, axis=1)`, where 0 is "
         "the default, or NonNeg (an own class needs `@keras.saving.register_keras_serializable()`)"
-        f', or keep the table on the workers (`placement="mirrored"`). Received: {name}({given})'
+        f"{instead}. Received: {name}({given})"
     )
 
 

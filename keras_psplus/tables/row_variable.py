@@ -7,7 +7,7 @@ Checkpointed     part of such values: what `tf.train.Checkpoint` has of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.keras_internals.keras_parts import backend
-from keras_psplus.tables.snapshot import Changes, Snapshot
+from keras_psplus.tables.snapshot import Changes, Contents, Snapshot
 from keras_psplus.tf_internals import framework_ops as ops
 
 # Of a slot, in a checkpoint.
@@ -45,6 +45,16 @@ class KeyedValue(Protocol):
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table."""
+
+    def read_items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and rows of the table, so many at a time, in no order."""
+
+    def edit(self, act: Callable[[Contents], None]) -> None:
+        """Has a function change the contents of the table; of all workers, the chief does."""
+
+    @property
+    def slot_numbers(self) -> range:
+        """Numbers of the present optimizer's slots of the table."""
 
     def read_rows(self) -> np.ndarray:
         """Rows of the table or slot, in the order of their keys."""

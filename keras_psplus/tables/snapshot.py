@@ -8,13 +8,13 @@ Snapshot    all of a table at once
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.tables.keys import FREE, owners_of
+from keras_psplus.tables.keys import owners_of
 
 KEY, FREQUENCY, LAST, SEEN = range(4)
 
@@ -101,7 +101,7 @@ class WaitingRows:
 
 def living(entries: np.ndarray) -> np.ndarray:
     """Mask of the entries that have a key."""
-    return entries[:, KEY] != FREE
+    return entries[:, FREQUENCY] >= 0
 
 
 def in_chunks(read: Callable[[int, int], np.ndarray], size: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class Part(Protocol):
         """Number of updates."""
 
     def entries(self) -> np.ndarray:
-        """int64 matrix, as `Snapshot.entries`, of all rows; `FREE` ones are among them."""
+        """int64 matrix, as `Snapshot.entries`, of all rows; ones without a key are among them."""
 
     def rows(self, slot: int, count: int) -> np.ndarray:
         """The first rows, so many, of the table, 0, or of a slot."""
@@ -135,6 +135,15 @@ class Part(Protocol):
 
     def insert(self, entries: np.ndarray) -> None:
         """Makes rows for keys that have none."""
+
+    def admit(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        """Makes rows for keys that have none, and sets frequencies that are not 0."""
+
+    def remove(self, keys: np.ndarray) -> None:
+        """Removes keys."""
+
+    def stretch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Entries and rows from one on, so many at most."""
 
     def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
         """Sets rows of the table, 0, or of a slot, of keys that are there."""
@@ -175,6 +184,33 @@ class Contents:
             candidates[np.argsort(candidates[:, KEY], kind="stable")],
             whole,
         )
+
+    def items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and rows, so many at most at a time, in no order."""
+        for part in self._parts():
+            first, entries = 0, np.zeros([1, 4], np.int64)
+            while len(entries):
+                entries, rows = part.stretch(first, batch)
+                first, lives = first + len(entries), living(entries)
+                if lives.any():
+                    yield entries[lives, KEY], rows[lives]
+
+    def insert(self, keys: np.ndarray, columns: Sequence[tuple[int, Any]], counts: Any) -> None:
+        """Sets rows, by slots, and frequencies of distinct keys."""
+        parts = self._parts()
+        for part, own in zip(parts, _owned(parts, keys)):
+            part.admit(keys[own], counts[own])
+            for slot, rows in columns:
+                part.put(slot, keys[own], rows[own])
+
+    def remove(self, keys: np.ndarray) -> None:
+        parts = self._parts()
+        for part, own in zip(parts, _owned(parts, keys)):
+            part.remove(keys[own])
+
+    def clear(self) -> None:
+        for part in self._parts():
+            part.clear(part.steps())
 
     def write(self, slot: int, value: Snapshot | np.ndarray) -> None:
         """Sets all of the table, or rows in the order of their keys."""

@@ -17,7 +17,6 @@ from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.admission import Clock, Expiry
 from keras_psplus.tables.chunks import ChunkedRows, places_of, traced_once
 from keras_psplus.tables.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
-from keras_psplus.tables.keys import FREE
 from keras_psplus.tables.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
@@ -31,7 +30,8 @@ class RowStore:
     """Rows of keys, with the optimizer that updates them.
 
     Args:
-        spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`.
+        spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`;
+            perhaps serialized, its `constraint` and `regularizer`.
     """
 
     def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
@@ -43,7 +43,7 @@ class RowStore:
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
         )
-        self._initial = initial_rows.maker(spec["initializer"], self.dim)
+        self._initial = initial_rows.maker(spec)
         self.optimizer: RowOptimizer | None = None
         self._slot_initializers: list[Any] = []
         self._turns = OptimizerTurns(spec["name"])
@@ -68,7 +68,8 @@ class RowStore:
 
         with tf.init_scope():
             self.key_rows.log.begin()
-            self.optimizer = RowOptimizer(config, self.weights, make_slot)
+            own = {of: self._spec.get(of) for of in ("constraint", "regularizer")}
+            self.optimizer = RowOptimizer({**config, **own}, self.weights, make_slot)
             self._slot_initializers = initializers
             self.key_rows.set_others(self.columns)
             keys, gradient = tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim])
@@ -268,13 +269,13 @@ class RowStore:
     # Contents.
 
     def entries(self, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-        """As `KeyRows.entries`, of the rows that count; others have the key `FREE`."""
+        """As `KeyRows.entries`, of the rows that count; others have the frequency -1."""
         return self._entries_of(self.key_rows, first, count)
 
     def _entries_of(self, key_rows: KeyRows, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         entries = key_rows.entries(first, count)
         rows = self._expiry.living(key_rows, first + tf.range(tf.shape(entries)[0]))
-        free = tf.constant([[FREE, 0, 0, 0]], _LONG)
+        free = tf.constant([[0, -1, 0, 0]], _LONG)
         return tf.where(rows[:, tf.newaxis] >= 0, entries, free)
 
     def insert(self, entries: tf.Tensor) -> tf.Tensor:
@@ -287,6 +288,35 @@ class RowStore:
         self.weights.write(rows, self._initial(entries[:, 0]))
         self._start_slots(rows)
         return tf.size(rows)
+
+    def admit(self, keys: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Gives rows to distinct keys, where they have none, as of this moment.
+
+        Args:
+            counts: int64 frequencies of the keys; 0 for 1, and for one that stays as it is.
+
+        Returns:
+            The number of keys.
+        """
+        now, seconds = self.clock.step(), tf.cast(tf.timestamp(), _INT)
+        missing = places_of(self._expiry.find(self.key_rows, hashes_of(keys)) < 0)
+        new, times = tf.gather(keys, missing), tf.cast([now, seconds], _LONG)
+        frequency = tf.maximum(tf.gather(counts, missing), 1)
+        times = tf.tile(times[tf.newaxis], [tf.size(new), 1])
+        self.insert(tf.concat([tf.stack([new, frequency], 1), times], 1))
+        if self.admission.candidates is not None:
+            self.admission.candidates.remove_keys(new)
+        counted = places_of(counts > 0)
+        rows = self.key_rows.index.find(hashes_of(tf.gather(keys, counted)))
+        self.key_rows.note(rows, tf.cast(tf.gather(counts, counted), _INT), now, seconds)
+        return tf.size(keys)
+
+    def remove(self, keys: tf.Tensor) -> tf.Tensor:
+        """Takes their rows, and what admission has counted, from distinct keys."""
+        self.key_rows.remove_keys(keys)
+        if self.admission.candidates is not None:
+            self.admission.candidates.remove_keys(keys)
+        return tf.size(keys)
 
     def write(self, slot: int, keys: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         """Sets rows, or rows of an optimizer's slot, of keys that are there."""

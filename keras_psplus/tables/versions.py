@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ NAME = "manifest.json"
 FORMAT = 1
 # Arrays of a version, with their types; a whole one has the first two.
 ARRAYS = {"keys": np.int64, "rows": np.float32, "gone": np.int64}
+# What a row that is missing depends on.
+_OF_MISSING = "dim", "default", "initializer", "constraint"
 FILE = re.compile(r"\d{8,}-\d+-(keys|rows|gone)\.npy")
 
 
@@ -52,16 +54,25 @@ def read(folder: str) -> dict[str, Any] | None:
 
     Raises:
         ValueError: If it is damaged, or another library's, or versions do not follow one another.
+        OSError: If there is something else in its place, or it cannot be read.
     """
     path = os.path.join(folder, NAME)
     try:
+        integrity.check_regular(path)
         with open(path, "rb") as file:
             text = file.read()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise OSError(
+            f"The list of published tables, {path}, cannot be read. See to what is there, or "
+            f"publish to an empty folder. Received: {error.strerror or error}"
+        ) from error
     try:
         content = integrity.from_json(text, must_have_digest=True)
-    except ValueError as error:
+        if content.get("format") == FORMAT:
+            _check_form(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"The list of published tables in {path} is damaged: {error}. Publish them to an empty "
             f"folder. Received: {text[:80]!r}"
@@ -73,6 +84,17 @@ def read(folder: str) -> dict[str, Any] | None:
         )
     _check_order(content["versions"], path)
     return content
+
+
+def _check_form(content: dict[str, Any]) -> None:
+    """Raises an error if a list lacks what this module reads of it."""
+    names = [(table["name"], table["dim"]) for table in content["tables"]]
+    for version in content["versions"]:
+        if len(version["tables"]) != len(names) or {"version", "follows", "step"} - version.keys():
+            raise ValueError("a version in it is not of its tables")
+        files_of(version).items()
+    if not names or not content["versions"]:
+        raise ValueError("it has no tables, or no versions of them")
 
 
 def _check_order(versions: list[dict[str, Any]], path: str) -> None:
@@ -388,6 +410,17 @@ def _follow(reader: weakref.ref[TableReader], closed: threading.Event, poll: flo
 # Writing of versions: what a kill leaves at any moment is the last whole one.
 
 
+def translated(path: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which errors of a file or folder say what to do about it."""
+    return integrity.translated(
+        lambda reason: (
+            f"The tables could not be published to {path}; the last version there, if there is "
+            "one, stays. Make room on that disk, or see to its rights and to what is there. "
+            f"Received: {reason}"
+        )
+    )
+
+
 class VersionWriter:
     """Writes versions of tables to a folder.
 
@@ -398,10 +431,11 @@ class VersionWriter:
     def __init__(self, folder: str, specs: Mapping[str, dict[str, Any]]) -> None:
         self._folder = folder
         self._tables = [
-            {"name": name, **{what: spec[what] for what in ("dim", "default", "initializer")}}
+            {"name": name, **{what: spec.get(what) for what in _OF_MISSING}}
             for name, spec in specs.items()
         ]
-        os.makedirs(folder, exist_ok=True)
+        with translated(folder):
+            os.makedirs(folder, exist_ok=True)
         before = read(folder)
         self._versions: list[dict[str, Any]] = []
         self._last = 0
@@ -435,6 +469,18 @@ class VersionWriter:
         is_whole = all(one.is_whole for one in changes)
         # Not used again if this fails.
         number = self._last = self._last + 1
+        try:
+            self._write(number, changes, step, is_whole)
+        except OSError:
+            # What no list names, so that it takes no room.
+            with contextlib.suppress(OSError, ValueError):
+                listed = read(self._folder)
+                self._clear(set() if listed is None else _names(listed["versions"]))
+            raise
+        if is_whole:
+            self._clear()
+
+    def _write(self, number: int, changes: list[Changes], step: int, is_whole: bool) -> None:
         tables = [self._write_table(number, i, one) for i, one in enumerate(changes)]
         sync(self._folder)
         follows = None if is_whole else self._versions[-1]["version"]
@@ -448,12 +494,11 @@ class VersionWriter:
         versions = [version] if is_whole else [*self._versions, version]
         content = {"format": FORMAT, "tables": self._tables, "versions": versions}
         path = os.path.join(self._folder, NAME)
-        replace(path, integrity.to_json(content).encode())
+        with translated(path):
+            replace(path, integrity.to_json(content).encode())
         if is_whole:
             self._before = _names(self._versions) or self._before
         self._versions = versions
-        if is_whole:
-            self._clear()
 
     def _write_table(self, number: int, i: int, changes: Changes) -> dict[str, Any]:
         files = {}
@@ -462,14 +507,15 @@ class VersionWriter:
                 continue
             name = file_name(number, i, what)
             path = os.path.join(self._folder, name)
-            np.save(path, getattr(changes, what).astype(dtype, copy=False))
-            sync(path)
-            files[name] = integrity.digest_of_file(path)
+            with translated(path):
+                np.save(path, getattr(changes, what).astype(dtype, copy=False))
+                sync(path)
+                files[name] = integrity.digest_of_file(path)
         return {"changes": len(changes.keys) + len(changes.gone), "files": files}
 
-    def _clear(self) -> None:
+    def _clear(self, listed: Collection[str] = ()) -> None:
         """Deletes what no list names: older versions, and what a killed writer has left."""
-        kept = self._before | _names(self._versions)
+        kept = self._before | _names(self._versions) | set(listed)
         for name in os.listdir(self._folder):
             if FILE.fullmatch(name) and name not in kept:
                 with contextlib.suppress(FileNotFoundError):

@@ -4,6 +4,7 @@ What is not there any more is named when the package is imported. A test has the
 that are relied on.
 """
 
+# ruff: noqa: F401 (others import them from here)
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.core.framework import graph_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2, data_service_pb2
@@ -55,60 +56,3 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_fu
 from tensorflow.python.trackable import base as trackable_base
 from tensorflow.python.types import core as types_core
 from tensorflow.python.util import nest
-
-__all__ = [
-    "atomic_function",
-    "auto_control_deps_utils",
-    "autograph_api",
-    "autograph_context",
-    "batch_op",
-    "cancellation",
-    "collective_all_reduce_strategy",
-    "collective_ops",
-    "config_pb2",
-    "context",
-    "control_flow_func_graphs",
-    "control_flow_util",
-    "coordination_config_pb2",
-    "coordinator_context",
-    "cross_device_ops",
-    "cross_device_utils",
-    "data_cardinality",
-    "data_distribute",
-    "data_service_pb2",
-    "data_structure",
-    "dataset_ops",
-    "def_function",
-    "device_util",
-    "distribute_lib",
-    "distribute_utils",
-    "distributed_values",
-    "execute",
-    "executor",
-    "framework_ops",
-    "func_graph",
-    "graph_pb2",
-    "load_context",
-    "map_op",
-    "multi_worker_util",
-    "nest",
-    "one_device_strategy",
-    "op_def_registry",
-    "parameter_server_strategy_v2",
-    "prefetch_op",
-    "ps_values",
-    "record",
-    "registered_kernels",
-    "repeat_op",
-    "resource_variable_ops",
-    "shard_op",
-    "sharded_variable",
-    "skip_op",
-    "slurm_cluster_resolver",
-    "take_op",
-    "tensor_conversion_registry",
-    "trackable_base",
-    "types_core",
-    "types_pb2",
-    "values_util",
-]

@@ -14,10 +14,6 @@ class CompositeVariable(resource_variable_ops.BaseResourceVariable, core.Tensor)
 
     Subclasses have `handle`, by which the tape knows them, `device`, `shape`, `value`, `numpy`,
     `assign` and `sparse_read`.
-
-    Args:
-        shape: Its whole shape.
-        unique_id: Of all variables.
     """
 
     def __init__(
@@ -83,11 +79,9 @@ class WrittenVariable(CompositeVariable):
     """A composite variable that an update can write to, by values or by rows."""
 
     def _write(self, method: str, value: Any) -> Any:
-        """Answers `assign`, `assign_add` or `assign_sub`."""
         raise NotImplementedError
 
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
-        """Answers `scatter_add`, `scatter_sub` or `scatter_update`."""
         raise NotImplementedError
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,7 @@ from keras_psplus import specs
 from keras_psplus.arguments import shown
 from keras_psplus.updates.accumulate import Accumulate
 from keras_psplus.updates.base import Context, ReplicaUpdates, Step, Updates, map_values
-from keras_psplus.updates.diloco import DiLoCo
-from keras_psplus.updates.local_sgd import LocalSGD
+from keras_psplus.updates.local_sgd import DiLoCo, LocalSGD
 
 __all__ = [
     "Accumulate",

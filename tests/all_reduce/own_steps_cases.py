@@ -345,7 +345,7 @@ class AsItIs(Clipped):
 
 def collectives_and_bytes():
     """Collectives that a step has, and bytes that it sends compressed."""
-    from keras_psplus.all_reduce.step.tape_gradients import TapeGradients
+    from keras_psplus.all_reduce.step.replica_step import TapeGradients
 
     counts = {"as it is": collectives()}
     with mock.patch.object(TapeGradients, "note", lambda self, grads, variables: grads):

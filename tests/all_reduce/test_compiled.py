@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.all_reduce.engine import OneReplicaEngine
-from keras_psplus.core.graph import compiled_function
+from keras_psplus.core.graph import compiled_calls
 from tests.all_reduce.compiled_cases import refused, trained
 from tests.support.cluster import reference, run
 from tests.support.results import assert_close
@@ -44,7 +44,7 @@ def test_operations_are_looked_up_in_called_functions():
         return hashed(words), tf.matmul(values, values)
 
     graph = step.get_concrete_function(tf.TensorSpec([2], tf.string), tf.TensorSpec([3, 3])).graph
-    assert compiled_function.missing_kernels(graph) == ["StringToHashBucketFast"]
+    assert compiled_calls.missing_kernels(graph) == ["StringToHashBucketFast"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import lookahead
+from keras_psplus.all_reduce.data import elements
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from tests.support.cluster import run
 from tests.support.results import assert_close
@@ -26,14 +26,14 @@ def data_of():
 
 def trained(ahead):
     """Has batches copied to their devices ahead, as on GPUs, or not."""
-    made, on_devices = [], lookahead.on_devices
+    made, on_devices = [], elements.on_devices
 
     def note(*args):
         made.append(on_devices(*args))
         return made[-1]
 
     with (
-        mock.patch.object(lookahead, "on_devices", note),
+        mock.patch.object(elements, "on_devices", note),
         mock.patch.object(MultiWorkerMirroredExtended, "fetches_to_devices", ahead),
     ):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(1)])

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.topology import auto_topology, group_topology, links, shards
+from keras_psplus.all_reduce.topology import auto_topology, group_topology, shards
 from keras_psplus.all_reduce.topology.group_topology import Topology, compressors_per_hop
 from keras_psplus.cluster import TaskConfig
 from tests.support.tables import for_each
@@ -48,7 +48,7 @@ def test_groups_are_in_rank_order_and_of_all_replicas_of_a_worker():
 
 @for_each("number", [2, 3, 4, 7, 8])
 def test_each_pair_is_measured_once_and_nobody_twice_at_a_time(number):
-    rounds = links.rounds_of_pairs(number)
+    rounds = auto_topology.rounds_of_pairs(number)
     assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(number), 2))
     for pairs in rounds:
         members = list(itertools.chain(*pairs))
@@ -59,7 +59,9 @@ def measured(racks, far=10.0, noise=1.3):
     """Links of workers by the racks that they are in; those inside differ by up to `noise`."""
     workers = range(len(racks))
     return {
-        (a, b): links.MeasuredLink(1e-4, far if racks[a] != racks[b] else noise ** ((a + b) % 2))
+        (a, b): auto_topology.MeasuredLink(
+            1e-4, far if racks[a] != racks[b] else noise ** ((a + b) % 2)
+        )
         for a, b in itertools.combinations(workers, 2)
     }
 
@@ -83,13 +85,15 @@ def test_links_make_groups(racks, groups):
 def test_links_that_make_no_groups_are_one_ring():
     # A chain: the second is near to the first and the third, which are far apart.
     chain = {(0, 1): 1.0, (1, 2): 1.0, (0, 2): 10.0}
-    chain = {pair: links.MeasuredLink(1e-4, seconds) for pair, seconds in chain.items()}
+    chain = {pair: auto_topology.MeasuredLink(1e-4, seconds) for pair, seconds in chain.items()}
     assert not auto_topology.groups_of(chain, 3).has_levels
     assert not auto_topology.groups_of(measured("aabb", far=1.7, noise=1.0), 4).has_levels
 
 
 def test_table_of_links():
-    table = links.table({(0, 1): links.MeasuredLink(1e-3, 1e-3 + 32 * 65536 / 1e8)}, NAMES[:2])
+    table = auto_topology.links_table(
+        {(0, 1): auto_topology.MeasuredLink(1e-3, 1e-3 + 32 * 65536 / 1e8)}, NAMES[:2]
+    )
     assert table.split("\n")[1].split() == ["worker-0", "1.0", "ms", "100", "Mbit/s"]
 
 
@@ -150,7 +154,7 @@ def control():
 
 
 def test_groups_of_several_sizes_are_one_ring(monkeypatch):
-    monkeypatch.setattr(links, "measure", lambda extended: measured("aaab"))
+    monkeypatch.setattr(auto_topology, "measure", lambda extended: measured("aaab"))
     extended = types.SimpleNamespace(control=control(), worker_devices=["CPU:0"])
     found = auto_topology.decide(extended)
     groups = "worker-0 worker-1 worker-2 | worker-3"

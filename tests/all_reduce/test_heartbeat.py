@@ -8,8 +8,8 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness import heartbeat
-from keras_psplus.all_reduce.liveness.heartbeat import HeartbeatWatch, Silence
+from keras_psplus.all_reduce import liveness
+from keras_psplus.all_reduce.liveness import HeartbeatWatch, Silence
 from keras_psplus.cluster import preflight
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.handshake import ANSWERS, GONE, SILENT, is_silent, places_of
@@ -87,7 +87,7 @@ class Steps:
 def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
     calls = []
     runtime = types.SimpleNamespace(abort_collective_ops=lambda *args: calls.append(args))
-    monkeypatch.setattr(heartbeat.context, "context", lambda: runtime)
+    monkeypatch.setattr(liveness.context, "context", lambda: runtime)
     with listening() as (_, address):
         # Nobody is where the first one was: that it has ended is for TensorFlow to say.
         task = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2", address)}, "worker", 1)
@@ -114,7 +114,7 @@ def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeyp
         abort_collective_ops=lambda *args: aborted.append(args),
         report_error_to_cluster=lambda code, message: told.append(message),
     )
-    monkeypatch.setattr(heartbeat.context, "context", lambda: runtime)
+    monkeypatch.setattr(liveness.context, "context", lambda: runtime)
     with listening() as (_, dead):
         addresses = [f"127.0.0.1:{port}" for port in range(1, 9)]
         addresses[2] = dead
@@ -141,7 +141,7 @@ def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeyp
 def test_nobody_is_asked_while_steps_go_on(monkeypatch):
     asked = []
     runtime = types.SimpleNamespace(abort_collective_ops=lambda *args: None)
-    monkeypatch.setattr(heartbeat.context, "context", lambda: runtime)
+    monkeypatch.setattr(liveness.context, "context", lambda: runtime)
     watch = HeartbeatWatch(TASK, 0.4)
     watch._asks = lambda *_: asked.append(time.monotonic()) or True
     steps = Steps(0.5)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.all_reduce.topology import ring_order
-from keras_psplus.planning.links_file import Link, Links
+from keras_psplus.all_reduce.topology import auto_topology
+from keras_psplus.planning import Link, Links
 
 COUNT = 4e6
 
@@ -25,7 +25,7 @@ def in_racks(racks):
 
 def test_hosts_of_one_rack_stand_together():
     links, groups = in_racks("abab")
-    found = ring_order.better(links, range(4), groups, COUNT)
+    found = auto_topology.better_ring(links, range(4), groups, COUNT)
     assert found.hosts == ("worker-0", "worker-2", "worker-1", "worker-3")
     # Each rack's link carries what one of its hosts sends, and not what both do.
     assert found.after_ms == pytest.approx(found.before_ms / 2)
@@ -35,18 +35,18 @@ def test_hosts_of_one_rack_stand_together():
 @pytest.mark.parametrize("racks", ["aabb", "aaaa", "ab", "abc"])
 def test_an_order_that_is_as_good_is_left(racks):
     links, groups = in_racks(racks)
-    assert ring_order.better(links, range(len(racks)), groups, COUNT) is None
+    assert auto_topology.better_ring(links, range(len(racks)), groups, COUNT) is None
 
 
 def test_ranks_are_given_in_the_order_of_the_ring():
     links, groups = in_racks("aaaaaabbbbbb")
     # As text, 10 and 11 come before 2: hosts in two racks, one after the other, are no such ring.
     ring = sorted(range(12), key=str)
-    found = ring_order.better(links, ring, groups, COUNT)
+    found = auto_topology.better_ring(links, ring, groups, COUNT)
     along = [found.hosts[rank] for rank in ring]
     racks = ["aaaaaabbbbbb"[int(host.removeprefix("worker-"))] for host in along]
     assert len([*itertools.groupby(racks)]) == 2
-    assert ring_order.better(links, range(12), groups, COUNT) is None
+    assert auto_topology.better_ring(links, range(12), groups, COUNT) is None
 
 
 @given(st.data())
@@ -60,10 +60,10 @@ def test_what_is_found_is_better(data):
     links = Links(hosts, {pair: Link(0.1, rate) for pair, rate in zip(pairs, rates)})
     ring = [0, *data.draw(st.permutations(range(1, number)))]
     groups = [[host] for host in range(number)]
-    found = ring_order.better(links, ring, groups, COUNT)
+    found = auto_topology.better_ring(links, ring, groups, COUNT)
     if found is None:
         return
     assert sorted(found.hosts) == hosts and found.hosts[0] == "h0"
     places = [hosts.index(found.hosts[rank]) for rank in ring]
-    assert ring_order.ring_ms(links, places, groups, COUNT) == pytest.approx(found.after_ms)
-    assert found.after_ms <= 0.85 * ring_order.ring_ms(links, ring, groups, COUNT)
+    assert auto_topology.ring_ms(links, places, groups, COUNT) == pytest.approx(found.after_ms)
+    assert found.after_ms <= 0.85 * auto_topology.ring_ms(links, ring, groups, COUNT)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness import step_clock
-from keras_psplus.all_reduce.liveness.step_clock import ARRIVED, DONE, StepClock
+from keras_psplus.all_reduce import liveness
+from keras_psplus.all_reduce.liveness import ARRIVED, DONE, StepClock
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.monitor.progress import Progress
 
@@ -22,7 +22,7 @@ class Steps:
         self.now, self.met = 1000.0, 0.0
         monkeypatch.setattr(time, "time", lambda: self.now)
         monkeypatch.setattr(tf, "timestamp", lambda: tf.constant(self.now, tf.float64))
-        monkeypatch.setattr(step_clock, "_ORIGIN", 0.0)
+        monkeypatch.setattr(liveness, "_ORIGIN", 0.0)
         self.clock, self.progress = StepClock(), Progress()
         self.clock.start(TASK, self.progress, lambda: self.met)
 

@@ -144,7 +144,7 @@ def compressed(name, topology):
 
 def automatic(topology):
     """Links of one machine are measured; then those of racks are made up, and groups made."""
-    from keras_psplus.all_reduce.topology import auto_topology, group_topology, links
+    from keras_psplus.all_reduce.topology import auto_topology, group_topology
 
     with swapped(bucket_bytes=1500) as strategy:
         extended, workers = strategy.extended, range(WORKERS)
@@ -156,7 +156,9 @@ def automatic(topology):
         assert extended.levels is None
         groups = group_topology.get(TOPOLOGIES[topology], [f"worker-{i}" for i in workers])
         of_racks = {
-            (a, b): links.MeasuredLink(1e-4, 1.0 if groups.group_of(a) == groups.group_of(b) else 9)
+            (a, b): auto_topology.MeasuredLink(
+                1e-4, 1.0 if groups.group_of(a) == groups.group_of(b) else 9
+            )
             for a, b in measured
         }
         with mock.patch.object(auto_topology.links_module, "measure", return_value=of_racks):

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from keras_psplus.cluster.channel.tls import CA, CERT, KEY
+from keras_psplus.cluster.channel import CA, CERT, KEY
 
 
 def make(folder, name, authority=None):

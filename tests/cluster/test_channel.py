@@ -11,22 +11,19 @@ import time
 
 import pytest
 
-from keras_psplus.cluster import handshake, preflight
-from keras_psplus.cluster.channel import sessions, tls, transport
-from keras_psplus.cluster.channel.sessions import (
+from keras_psplus.cluster import channel, handshake, preflight
+from keras_psplus.cluster.channel import (
+    METHOD,
     AnotherProcessError,
     Authenticator,
-    JobSecret,
-    RefusedError,
-    Secret,
-    Session,
-)
-from keras_psplus.cluster.channel.transport import (
-    METHOD,
     ChannelClient,
     ChannelError,
     ChannelServer,
     ConnectionWatch,
+    JobSecret,
+    RefusedError,
+    Secret,
+    Session,
 )
 from keras_psplus.cluster.config import ClusterConfigError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
@@ -39,7 +36,7 @@ from tests.support.jobs import WITHOUT_TENSORFLOW, environment, run_in_processes
 from tests.support.tables import for_each
 from tests.support.tiers import extended
 
-VARIABLES = (tls.CERT, tls.KEY, tls.CA, tls.NAME)
+VARIABLES = (channel.CERT, channel.KEY, channel.CA, channel.NAME)
 
 
 @pytest.fixture(autouse=True)
@@ -113,32 +110,22 @@ def test_an_answer_of_another_call_or_process_is_none():
             meant.ask("three")
 
 
-def test_a_first_request_that_comes_late_opens_the_session_again(monkeypatch):
-    with Echo() as echo, ChannelClient(echo.address, None) as client:
-        sent = []
-        mine = session(client, sent=sent)
-        mine.open()
-        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
-        assert mine.ask("x") == "heard x"
-        assert sum("open" in json.loads(text) for text in sent) == 2
-
-
-def test_a_server_forgets_sessions_that_began_long_ago(monkeypatch):
-    monkeypatch.setattr(sessions, "_MOST_SESSIONS", 3)
+def test_a_server_that_forgets_requests_begins_another_session(monkeypatch):
+    monkeypatch.setattr(channel, "_MOST_REQUESTS", 3)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         sent = []
         old = session(client, sent=sent)
         assert old.ask("x") == "heard x"
-        monkeypatch.setattr(echo.gate, "_began", time.monotonic() - 120)
         for _ in range(5):
             session(client).ask("y")
-        assert len(echo.gate._seen) == 5
+        assert not echo.gate._seen
         assert client.send(sent[1], 5) == '{"unknown": true}'
         assert old.ask("z") == "heard z" and len(echo.heard) == 7
+        assert sum("open" in json.loads(text) for text in sent) == 2
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):
-    monkeypatch.setattr(transport, "_MOST_CALLS", 1)
+    monkeypatch.setattr(channel, "_MOST_CALLS", 1)
     inside, goes_on = threading.Event(), threading.Event()
 
     def handle(body, host):
@@ -170,14 +157,14 @@ def test_a_busy_server_is_asked_again(monkeypatch):
 
 
 def test_garbage_and_silence_are_bounded(monkeypatch):
-    monkeypatch.setattr(transport, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(channel, "_HANDSHAKE_SECONDS", 1)
     with Echo() as echo, ChannelClient(echo.address, None) as client:
         for text in ("", "[", "{}", '"', "[" * 5000, '{"open": {}}', '{"caller": 1e400}'):
             answer = json.loads(client.send(text, 5))
             assert set(answer) in ({"error"}, {"session", "process", "hint"})
         with pytest.raises(ChannelError, match="1100000 bytes is larger than"):
             client.send("x" * 1_100_000, 5)
-        monkeypatch.setattr(transport, "LONGEST", 1 << 30)
+        monkeypatch.setattr(channel, "LONGEST", 1 << 30)
         with pytest.raises(ChannelError, match="larger than max"):
             client.send("x" * 1_100_000, 5)
         host, port = echo.address.split(":")
@@ -201,9 +188,9 @@ SERVER = (
     WITHOUT_TENSORFLOW
     + """
 import time
-from keras_psplus.cluster.channel.transport import ChannelServer
-from keras_psplus.cluster.channel.sessions import Authenticator
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import ChannelServer
+from keras_psplus.cluster.channel import Authenticator
+from keras_psplus.cluster.channel import Secret
 
 gate = Authenticator(Secret("of the job"), "")
 server = ChannelServer(sys.argv[1], gate, lambda body, host: body)
@@ -281,7 +268,7 @@ def pki(tmp_path_factory):
         "mutual": certificates.make(folder, "task", authority),
         "other": certificates.make(folder, "other-task", other),
         # Trusts the authority, and has a certificate of another one.
-        "stranger": {**certificates.make(folder, "stranger"), tls.CA: authority[tls.CERT]},
+        "stranger": {**certificates.make(folder, "stranger"), channel.CA: authority[channel.CERT]},
     }
 
 
@@ -335,11 +322,11 @@ def test_tls_on_one_side_is_told_by_the_last_one_too(monkeypatch, pki):
 def test_mutual_tls_takes_no_caller_without_a_certificate(monkeypatch, pki):
     setenv(monkeypatch, pki["mutual"])
     with Echo() as echo:
-        own = tls.Tls.from_env()
+        own = channel.Tls.from_env()
         grpc = pytest.importorskip("grpc")
-        with grpc.secure_channel(echo.address, grpc.ssl_channel_credentials(own.ca)) as channel:
+        with grpc.secure_channel(echo.address, grpc.ssl_channel_credentials(own.ca)) as plain:
             with pytest.raises(grpc.RpcError) as error:
-                channel.unary_unary(METHOD)(b'{"open": "x"}', timeout=5)
+                plain.unary_unary(METHOD)(b'{"open": "x"}', timeout=5)
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
         with ChannelClient(echo.address, own) as client:
             assert session(client).ask("x") == "heard x"
@@ -383,22 +370,25 @@ def test_tasks_find_each_other_by_tls(monkeypatch, pki):
 def test_files_that_do_not_go_together_are_named(monkeypatch, pki, tmp_path):
     task, other = pki["mutual"], pki["other"]
     for variables, message in [
-        ({tls.CERT: task[tls.CERT]}, "KERAS_PSPLUS_TLS_KEY is not set"),
-        ({tls.CA: task[tls.CA]}, "KERAS_PSPLUS_TLS_CERT is not set"),
-        ({tls.NAME: "task"}, "KERAS_PSPLUS_TLS_CERT is not set.*TLS_NAME=task"),
-        ({**task, tls.KEY: other[tls.KEY]}, "its own key.*MISMATCH"),
+        ({channel.CERT: task[channel.CERT]}, "KERAS_PSPLUS_TLS_KEY is not set"),
+        ({channel.CA: task[channel.CA]}, "KERAS_PSPLUS_TLS_CERT is not set"),
+        ({channel.NAME: "task"}, "KERAS_PSPLUS_TLS_CERT is not set.*TLS_NAME=task"),
+        ({**task, channel.KEY: other[channel.KEY]}, "its own key.*MISMATCH"),
         (
-            {**task, tls.KEY: str(tmp_path / "none")},
+            {**task, channel.KEY: str(tmp_path / "none")},
             "TLS_KEY cannot be read: No such",
         ),
-        ({**task, tls.CA: task[tls.KEY]}, "KERAS_PSPLUS_TLS_CA must be a PEM file of certificates"),
+        (
+            {**task, channel.CA: task[channel.KEY]},
+            "KERAS_PSPLUS_TLS_CA must be a PEM file of certificates",
+        ),
     ]:
         setenv(monkeypatch, variables)
         with pytest.raises(ClusterConfigError, match=message) as error:
-            tls.Tls.from_env()
+            channel.Tls.from_env()
         assert "Received: KERAS_PSPLUS_TLS_CERT=" in str(error.value)
     setenv(monkeypatch, task)
-    assert "PRIVATE" not in repr(tls.Tls.from_env())
+    assert "PRIVATE" not in repr(channel.Tls.from_env())
 
 
 JOB = """

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from keras_psplus.cluster import handshake, preflight
-from keras_psplus.cluster.channel.sessions import JobSecret
-from keras_psplus.cluster.channel.transport import ChannelClient
+from keras_psplus.cluster.channel import ChannelClient, JobSecret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.handshake import PeerIdentity, conflict

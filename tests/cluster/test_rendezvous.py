@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.discovery.find import find_task_config
 from keras_psplus.cluster.discovery.launchers import exchange_hosts

@@ -18,7 +18,7 @@ in_graphs = for_each("compressor", FEW)
 @each
 @for_each("dtype", ["float32", "float16", "bfloat16"])
 def test_shapes_dtypes_and_bytes(compressor, dtype):
-    for shape in SHAPES:
+    for shape in SHAPES if dtype == "float32" else SHAPES[:1]:
         tensor = tf.cast(tf.random.stateless_normal(shape, [1, 2]), dtype)
         for step in 0, 9:
             state = compressor.init(tensor.shape, dtype)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import log
-from keras_psplus.core.models.building import Builder, trace
+from keras_psplus.core.models import Builder, trace
 
 BATCH = tf.zeros((4, 3)), tf.zeros((4, 1))
 

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.graph.compiled_function import CompiledFunction
+from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import global_state
 
 layers = keras.layers

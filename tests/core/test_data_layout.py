@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import epoch_iterator
 
-from keras_psplus.core.data import data_position
+from keras_psplus.core import data_position
 
 ROWS, BATCH = 10, 4
 X = np.ones((ROWS, 2), "float32")

@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from keras_psplus.all_reduce.data.elements import SharedShuffle
 from keras_psplus.all_reduce.data.sharding import of_one_replica
-from keras_psplus.core.data import data_position, iterator_release
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.core import data_position
+from keras_psplus.core import data_position as iterator_release
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import array_data_adapter, tf_trainer
 
 ROWS, BATCH, EPOCHS = 16, 4, 4
@@ -90,7 +91,9 @@ def test_a_later_epoch_has_its_batches_and_earlier_ones_are_not_read(data):
             steps_per_execution=several,
         )
         # As strategies do.
-        iterator._distributed_dataset = iterator_release.Dataset(iterator._distributed_dataset)
+        iterator._distributed_dataset = iterator_release.ReleasedDataset(
+            iterator._distributed_dataset
+        )
         rows.passes = 0
         return iterator, rows
 

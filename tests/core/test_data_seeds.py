@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.data import seeds
+from keras_psplus.core import seeds
 
 
 @pytest.fixture(autouse=True)

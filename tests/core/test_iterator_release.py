@@ -7,15 +7,15 @@ import weakref
 import pytest
 import tensorflow as tf
 
-from keras_psplus.core.data import iterator_release
+from keras_psplus.core import data_position
 
 
 @pytest.fixture
 def releaser(monkeypatch):
     """A releaser without its thread, and the names of the threads in which handles are dropped."""
-    releaser = iterator_release._Releaser()
+    releaser = data_position._Releaser()
     releaser._is_running = True
-    monkeypatch.setattr(iterator_release, "_releaser", releaser)
+    monkeypatch.setattr(data_position, "_releaser", releaser)
     return releaser
 
 
@@ -28,7 +28,7 @@ def datasets():
 
 @pytest.mark.parametrize("number", [0, 1], ids=["plain", "distributed"])
 def test_what_nobody_uses_is_destroyed_in_a_thread(releaser, number):
-    dataset = iterator_release.Dataset(list(datasets())[number])
+    dataset = data_position.ReleasedDataset(list(datasets())[number])
     iterator = iter(dataset)
     assert int(tf.nest.flatten(next(iterator))[0]) == 0
     (kept,) = releaser.kept
@@ -54,7 +54,7 @@ def test_what_nobody_uses_is_destroyed_in_a_thread(releaser, number):
 
 
 def test_a_dataset_that_stays_does_not_keep_its_iterators(releaser):
-    dataset = iterator_release.Dataset(tf.data.Dataset.range(3))
+    dataset = data_position.ReleasedDataset(tf.data.Dataset.range(3))
     for _ in range(3):
         assert [int(x) for x in dataset] == [0, 1, 2]
     gc.collect()
@@ -63,8 +63,8 @@ def test_a_dataset_that_stays_does_not_keep_its_iterators(releaser):
 
 
 def test_the_thread_ends_when_nothing_is_left(monkeypatch):
-    monkeypatch.setattr(iterator_release, "_LOOK_SECONDS", 0.01)
-    releaser = iterator_release._Releaser()
+    monkeypatch.setattr(data_position, "_LOOK_SECONDS", 0.01)
+    releaser = data_position._Releaser()
     releaser.add([object()], None)
     (thread,) = [t for t in threading.enumerate() if t.name == "iterator release"][-1:]
     thread.join(60)
@@ -90,7 +90,7 @@ def test_functions_outlive_the_iterator(releaser):
 
 
 def test_other_iterators_are_left_alone(releaser):
-    iterator_release.release_elsewhere(iter([1, 2]), [1, 2])
+    data_position.release_elsewhere(iter([1, 2]), [1, 2])
     assert releaser.kept == []
 
 
@@ -104,9 +104,9 @@ def no_thread_can_be_started(monkeypatch):
 
 
 def test_at_the_end_of_the_process_what_is_in_use_is_left_to_it(releaser, monkeypatch):
-    used, unused = (iter(iterator_release.Dataset(data)) for data in datasets())
-    handles = [weakref.ref(handle) for handle in iterator_release._handles(used)]
-    dropped = [weakref.ref(handle) for handle in iterator_release._handles(unused)]
+    used, unused = (iter(data_position.ReleasedDataset(data)) for data in datasets())
+    handles = [weakref.ref(handle) for handle in data_position._handles(used)]
+    dropped = [weakref.ref(handle) for handle in data_position._handles(unused)]
     cycle = [unused]
     cycle.append(cycle)
     del unused, cycle
@@ -126,5 +126,5 @@ def test_an_iterator_made_at_the_end_of_the_process_is_left_to_python(
 ):
     releaser._is_running = is_running
     no_thread_can_be_started(monkeypatch)
-    assert [int(x) for x in iterator_release.Dataset(tf.data.Dataset.range(3))] == [0, 1, 2]
+    assert [int(x) for x in data_position.ReleasedDataset(tf.data.Dataset.range(3))] == [0, 1, 2]
     assert releaser.kept == []

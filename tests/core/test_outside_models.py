@@ -10,7 +10,7 @@ import pytest
 
 import keras_psplus
 from keras_psplus import log
-from keras_psplus.core.models import live as live_strategies
+from keras_psplus.core import live as live_strategies
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
 METHODS = {

@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles, serialize
+from keras_psplus.datasets import seed_shuffles, serialize
 
 
 @pytest.fixture(autouse=True)

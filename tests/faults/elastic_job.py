@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.scheduling import membership
+from keras_psplus.parameter_server import scheduler
 from keras_psplus.tf_internals import context
 
 STEPS, ROWS, RATE = 60, 4, 0.001
@@ -79,7 +79,7 @@ def put_a_gate(folder):
         update(definition)
 
     tensorflow_context.update_server_def = wait_and_update
-    membership._PATIENCE_SECONDS = 1.0
+    scheduler._PATIENCE_SECONDS = 1.0
 
 
 def train_alone(weights, data, epochs):

@@ -26,8 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.core import seeds
 from keras_psplus.core.backup import backup_files
-from keras_psplus.core.data import seeds
 from tests.faults.at_batch import AtBatch
 from tests.support.parts import Interrupted
 

@@ -7,12 +7,12 @@ import types
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.liveness.stalls import NO_DATA, RUNNING, TRACING, StallProbe, StepMarks
+from keras_psplus.all_reduce.liveness import NO_DATA, RUNNING, TRACING, StallProbe, StepMarks
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.cluster.monitor import stalls
 from keras_psplus.cluster.monitor.progress import Progress
 from keras_psplus.hybrid.servers import StallProbe as HybridStallProbe
-from keras_psplus.parameter_server.scheduling.failure import StallProbe as ChiefStallProbe
+from keras_psplus.parameter_server.scheduler import StallProbe as ChiefStallProbe
 
 TASK = TaskConfig({"worker": ("a:1", "a:2"), "ps": ("a:3", "a:4")}, "worker", 0)
 

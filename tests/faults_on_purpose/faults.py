@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "a mean of means",
         "logs of a synchronous step weigh all workers alike, whatever their rows",
-        "parameter_server/steps/logs.py",
+        "parameter_server/step_functions.py",
         "            means = parts @ changes\n",
         "            means = changes.mean(0)\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
@@ -162,7 +162,7 @@ FAULTS = (
     Fault(
         "one batch too many on resume",
         "a resumed epoch begins one execution late, and its rows are not trained",
-        "core/data/data_position.py",
+        "core/data_position.py",
         "    for _ in range(0, batches, several):\n",
         "    for _ in range(0, batches + several, several):\n",
         ("core/test_data_position.py", "faults"),
@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "changes added up",
         "rounds of LocalSGD on servers add up what workers have changed, and take no mean",
-        "parameter_server/local_sgd.py",
+        "parameter_server/worker_updates.py",
         "        scale = 1.0 / self._rounds.num_workers\n",
         "        scale = 1.0\n",
         ("parameter_server/test_updates.py",),
@@ -187,7 +187,7 @@ FAULTS = (
     Fault(
         "a worker's error swallowed",
         "an asynchronous step that fails on a worker is dropped, and training goes on",
-        "parameter_server/scheduling/queue.py",
+        "parameter_server/queue.py",
         "                closure.fail(error)\n                self.fail(error)\n",
         "                closure.fail(error)\n",
         ("parameter_server/test_recovery.py", "parameter_server/test_jobs.py"),
@@ -219,7 +219,7 @@ FAULTS = (
     Fault(
         "a stop taken for the others' silence",
         "a worker that was stopped for a while takes all others for dead",
-        "all_reduce/liveness/heartbeat.py",
+        "all_reduce/liveness.py",
         "            self._since.clear()\n            silent = ()\n",
         "            self._since.clear()\n",
         ("all_reduce/test_heartbeat.py",),
@@ -252,7 +252,7 @@ FAULTS = (
     Fault(
         "a stale copy of the weights",
         "steps that overlap go on from copies after the script has set weights",
-        "parameter_server/sync/sync_steps.py",
+        "parameter_server/sync_steps.py",
         "        return writes.count, self._context.extended.worker_states.losses\n",
         "        return 0, self._context.extended.worker_states.losses\n",
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "micro-batches weighted alike",
         "a layer's loss counts as much for a micro-batch of fewer rows",
-        "pipeline/base/microbatches.py",
+        "pipeline/microbatches.py",
         "tf.add_n([loss * (size / rows) for loss, size in zip(losses, sizes)])",
         "tf.add_n([loss / len(sizes) for loss, size in zip(losses, sizes)])",
         ("pipeline/test_microbatches.py", "pipeline/test_training.py"),
@@ -285,7 +285,7 @@ FAULTS = (
     Fault(
         "gradients of the first rows",
         "every micro-batch has the gradients of the first one's outputs",
-        "pipeline/base/gradients.py",
+        "pipeline/boundary.py",
         "_rows(gradient, first, size) for",
         "_rows(gradient, 0, size) for",
         ("pipeline/test_training.py",),
@@ -293,7 +293,7 @@ FAULTS = (
     Fault(
         "another mask when a layer is recomputed",
         "dropout in the backward pass drops other units than in the forward pass",
-        "pipeline/graph/recompute.py",
+        "pipeline/boundary.py",
         "            return next(self._seeds)\n",
         "            return draw()\n",
         ("pipeline/test_recompute.py",),
@@ -301,7 +301,7 @@ FAULTS = (
     Fault(
         "a schedule that runs ahead",
         "each stage keeps the activations of one more micro-batch",
-        "pipeline/base/schedule.py",
+        "pipeline/schedule.py",
         "min(stages - k, microbatches)",
         "min(stages - k + 1, microbatches)",
         ("pipeline/test_schedule.py",),
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         "a seed drawn twice",
         "two calls of `fit` in a row shuffle their data alike",
-        "core/data/seeds.py",
+        "core/seeds.py",
         "        self._count += 1\n",
         "",
         ("core/test_data_seeds.py",),

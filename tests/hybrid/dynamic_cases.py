@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_psplus as psp
-from tests.hybrid.models import compiled, flat, head, initializer
+from tests.hybrid.models import compiled, flat, head, initializer, is_alone
 
 # The layout that others are held against: plain Keras has no such tables.
 ALONE = "hybrid1"
@@ -29,6 +29,15 @@ CASES = {
             "combiner": "mean",
         },
         lambda: optimizers.SGD(0.5, momentum=0.9),
+        False,
+    ),
+    "bounded": (
+        {
+            "default": "initializer",
+            "embeddings_regularizer": keras.regularizers.L1L2(0.01, 0.1),
+            "embeddings_constraint": keras.constraints.MaxNorm(0.07, axis=1),
+        },
+        lambda: optimizers.Adam(0.1),
         False,
     ),
 }
@@ -69,10 +78,10 @@ def train_briefly(name):
     return results | contents(model, table)
 
 
-def train_more(model, case, x, y):
+def train_more(model, case, x, y, **others):
     """Changes rows, by a batch of which the shape is no more known than that of others."""
     dataset = tf.data.Dataset.from_tensor_slices((as_ids(case, x[:BATCH]), y[:BATCH])).batch(BATCH)
-    model.fit(dataset, verbose=0)
+    model.fit(dataset, verbose=0, **others)
 
 
 def contents(model, table):
@@ -112,6 +121,41 @@ def train_and_evaluate(name, **others):
     return train(name, as_ids(name, x), y, validation_data=checked, **others)
 
 
+def moved(name, model, table):
+    """Changes keys by hand: some go, others come, and some get other rows, slots and counts."""
+    refused = []
+
+    def on_train_batch_end(batch, logs):
+        try:
+            table.clear()
+        except ValueError as error:
+            refused.append(str(error))
+
+    if not is_alone():
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=on_train_batch_end)
+        train_more(model, name, *data(), callbacks=[callback])
+        # Servers of TensorFlow's wait for steps that are under way.
+        served = getattr(tf.distribute.get_strategy(), "mode", None) is not None
+        assert served or "between two calls of `fit`" in refused[0], refused
+    ids = as_ids(name, data()[0]).ravel()
+    known = np.array(sorted(set(ids.tolist())))[:30]
+    new = as_ids(name, np.arange(8).reshape(1, -1)).ravel()
+    table.clear()
+    slots = [of for of in model.optimizer.variables if of.shape == (0, DIM)]
+    rows = np.random.default_rng(2).random((30, DIM))
+    table.insert(known, rows, [rows + i for i in range(len(slots))], np.arange(30) + 1)
+    table.insert(np.concatenate([known[:4], new]), rows[:12] + 7)
+    table.remove(np.concatenate([known[9:20], new[:3]]))
+    keys, found = map(np.concatenate, zip(*table.items(7)))
+    order = np.argsort(keys)
+    after = contents(model, table)
+    np.testing.assert_array_equal(keys[order], after["table_keys"])
+    np.testing.assert_array_equal(found[order], after["table_rows"])
+    same = {of: after[f"table_{of}"] for of in ("keys", "rows", "frequency", "candidates")}
+    same |= {f"slot_{i}": np.asarray(slot) for i, slot in enumerate(slots)}
+    return {f"moved_{what}": value for what, value in same.items()}
+
+
 def check_reads_weights(name, model, table, folder):
     """Checks that a model reads its file into what has other rows."""
     before = contents(model, table)
@@ -120,3 +164,47 @@ def check_reads_weights(name, model, table, folder):
     model.load_weights(f"{folder}/all.weights.h5")
     for what, value in contents(model, table).items():
         np.testing.assert_array_equal(value, before[what], err_msg=what)
+
+
+# Sequences with padding.
+
+
+def sequences():
+    """Keys and padded sequences of the numbers 1 to `KEYS` of keys, and labels."""
+    random = np.random.default_rng(1)
+    keys = random.integers(-(2**62), 2**62, KEYS + 1)
+    x = random.integers(1, KEYS + 1, (BATCH * 3 - 5, 6))
+    lengths = random.integers(1, 7, len(x))
+    return (
+        keys,
+        np.where(np.arange(6) < lengths[:, np.newaxis], x, 0),
+        random.integers(0, 3, len(x)),
+    )
+
+
+def sequence_model(ids, rows):
+    """A model in which all that reads rows has to leave padding out."""
+    seed = keras.initializers.GlorotUniform(5)
+    lstm = keras.layers.LSTM(3, kernel_initializer=seed, recurrent_initializer=seed)(rows)
+    attention = keras.layers.MultiHeadAttention(1, 3, kernel_initializer=seed)(rows, rows)
+    pooled = [keras.layers.GlobalAveragePooling1D()(of) for of in (rows, attention)]
+    return keras.Model(ids, head(keras.layers.Concatenate()([lstm, *pooled])))
+
+
+def train_sequences(is_text=False, embedding=None):
+    """What sequences come to, with a dynamic table or an embedding of numbered rows."""
+    keys, x, y = sequences()
+    if embedding is None:
+        x = np.where(x, keys[x], 0)
+        x = np.array([[f"{key}" if key else "" for key in row] for row in x]) if is_text else x
+        embedding = psp.layers.DynamicEmbedding(
+            DIM, initializer=initializer(7), mask_value="" if is_text else 0, name="t"
+        )
+    ids = keras.Input((None,), dtype="string" if is_text else "int64")
+    model = compiled(sequence_model(ids, embedding(ids)), optimizers.Adagrad(0.3))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    found = dict(model.fit(dataset, epochs=2, verbose=0).history)
+    found["predicted"] = model.predict(dataset.take(1).unbatch().batch(8), verbose=0)
+    if isinstance(embedding, psp.layers.DynamicEmbedding):
+        found |= contents(model, embedding)
+    return found

@@ -4,7 +4,7 @@ import json
 
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.transport import ChannelClient
+from keras_psplus.cluster.channel import ChannelClient
 from keras_psplus.cluster.ports import control_address
 
 

@@ -13,7 +13,7 @@ from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.keys import BLOCKS
 from tests.hybrid import dynamic_cases as cases
 from tests.hybrid.models import is_alone
-from tests.support.cluster import equals_one_process
+from tests.support.cluster import equals_one_process, run
 from tests.support.tiers import extended
 
 
@@ -25,7 +25,7 @@ def read_again(name, folder):
         cases.check_reads_weights(name, model, table, own)
     if name == "counted" and not is_alone():
         check_files_of_servers(name, model, table, f"{folder}/tables")
-    return results
+    return results | cases.moved(name, model, table)
 
 
 def check_files_of_servers(name, model, table, folder):
@@ -48,8 +48,9 @@ def resumed(name, folder):
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_equals_one_process():
-    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name="counted")
+@pytest.mark.parametrize("name", ["counted", "bounded"])
+def test_equals_one_process(name):
+    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name=name)
     assert len(found.first["table_keys"])
 
 
@@ -62,6 +63,23 @@ def test_files_and_backups_equal_one_process(case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}
     found = equals_one_process("hybrid22", case, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "layout, is_text", [("hybrid22", False), ("hybrid22", True), ("hybrid21_async", False)]
+)
+def test_padding_has_no_row_on_servers(layout, is_text):
+    if layout == "hybrid22":
+        found = equals_one_process(
+            layout, cases.train_sequences, 1e-4, cases.ALONE, is_text=is_text
+        )
+    else:
+        found = run(layout, cases.train_sequences, same=False)
+    keys, x, _ = cases.sequences()
+    if not is_text:
+        assert found.first["table_keys"].tolist() == sorted(keys[np.unique(x[x > 0])].tolist())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from keras_psplus.errors import TableServerError
 from keras_psplus.files import tables
 from keras_psplus.files.tables import read_list, stems_of, write_list
 from keras_psplus.hybrid import saving
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
+from keras_psplus.hybrid.server.shard import DynamicShard
 from keras_psplus.tables import policies, snapshot
 from keras_psplus.tables.chunks import FrozenRows
 from keras_psplus.tables.row_optimizer import config_of

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data.lookahead import with_next
+from keras_psplus.all_reduce.data.elements import with_next
 from keras_psplus.core.batch.batches import World, split
 from keras_psplus.hybrid import rows as subgraph
 from keras_psplus.hybrid.server.shard import TableShard

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
-from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.hybrid.server.shard import DynamicShard, TableShard
 from keras_psplus.tables import keys
 from keras_psplus.tables.row_optimizer import config_of
 

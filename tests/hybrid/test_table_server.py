@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.cluster.channel.sessions import Secret
+from keras_psplus.cluster.channel import Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.errors import TableServerError, TableServerLostError
 from keras_psplus.files.tables import read_list
 from keras_psplus.hybrid import saving
 from keras_psplus.hybrid import servers as servers_module
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
+from keras_psplus.hybrid.server.shard import DynamicShard
 from keras_psplus.hybrid.server.table_server import Folders, TableServer
 from keras_psplus.hybrid.servers import ControlLink, Servers
 from keras_psplus.hybrid.tables.table import Table, pull, push

@@ -146,7 +146,7 @@ def servers():
     assert random.getstate() == drawn, "The import has drawn numbers that a script's seed is for."
     from keras_psplus.cluster.in_process import InProcessCluster
     from keras_psplus.keras_hooks import HOOKS
-    from keras_psplus.parameter_server.transport.pulls import PulledVariable
+    from keras_psplus.parameter_server.pulls import PulledVariable
 
     with InProcessCluster(workers=1, ps=1) as cluster, watching(HOOKS) as seen:
         strategy = keras_psplus.ParameterServerStrategy(cluster.cluster_resolver, max_staleness=1)

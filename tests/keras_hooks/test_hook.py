@@ -26,7 +26,7 @@ def owner():
 
 def hook(owner, name="method", parameters=("self", "a"), find=lambda *args, **kwargs: None, **more):
     ask = "added" if name == "added" else "run"
-    return Hook(owner, name, list(parameters), find, ask, "to test", **more)
+    return Hook(owner, f"{name}({', '.join(parameters)})", find, ask, "to test", **more)
 
 
 def test_the_engine_that_is_found_gets_the_original(owner):

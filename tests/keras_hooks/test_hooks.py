@@ -25,10 +25,9 @@ GRADIENT_PATH = {
     "keras_hooks/hook.py",
     "all_reduce/engine.py",
     "core/batch/losses.py",
-    "all_reduce/step/tape_gradients.py",
+    "all_reduce/step/replica_step.py",
     "core/graph/stand_ins.py",
     # The optimizer is given it.
-    "all_reduce/step/replica_step.py",
     "core/gradient_path.py",
     "engine.py",
     # The sums are those of this optimizer on this replica, by buckets and routes.
@@ -153,7 +152,7 @@ def test_doctor_names_what_does_not_fit(capsys, monkeypatch):
     class Renamed:
         pass
 
-    gone = hook.Hook(Renamed, "fit", ["self", "x"], lambda: None, "train", "to test")
+    gone = hook.Hook(Renamed, "fit(self, x)", lambda: None, "train", "to test")
     monkeypatch.setattr("keras_psplus.keras_hooks.HOOKS", (gone,))
     assert main.main(["doctor", "--hooks", "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)

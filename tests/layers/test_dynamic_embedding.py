@@ -10,6 +10,8 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.engine import Call
 from keras_psplus.parameter_server.engine import ParameterServerEngine
+from tests.hybrid import dynamic_cases
+from tests.hybrid.models import initializer
 
 KEYS = np.array([7, -(2**61), 2**40, 123456789, 0], np.int64)
 
@@ -36,6 +38,61 @@ def test_rows_are_combined_in_every_form(combiner):
         np.testing.assert_allclose(table(form(ids), form(own)), expected, atol=1e-5)
     dense = table(KEYS[[[0, 1, 1]]], np.array([weights[0]]))
     np.testing.assert_allclose(dense, expected[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_combiners_leave_padding_out(combiner):
+    table, plain = layer(combiner=combiner, mask_value=0), layer(combiner=combiner)
+    own = tf.ragged.constant([[[1, 2], [3]], [[], [4, 5, 6]]], tf.int64)
+    padded = own.to_tensor()
+    expected = plain(own).to_tensor()
+    np.testing.assert_allclose(table(padded), expected, atol=1e-6)
+    np.testing.assert_array_equal(table(padded)._keras_mask, [[True, True], [False, True]])
+    weights = tf.reshape(tf.range(12, dtype=tf.float32) + 1, [2, 2, 3])
+    by_weight = plain(own, tf.ragged.boolean_mask(weights, padded != 0)).to_tensor()
+    sparse = tf.sparse.from_dense(padded + 9)
+    for ids, of_ids in (
+        (padded, weights),
+        (sparse.with_values(sparse.values - 9), tf.sparse.from_dense(weights)),
+    ):
+        np.testing.assert_allclose(table(ids, of_ids), by_weight, atol=1e-6)
+    ragged, of_ragged = (tf.RaggedTensor.from_tensor(of, ragged_rank=2) for of in (padded, weights))
+    np.testing.assert_allclose(table(ragged, of_ragged).to_tensor(), by_weight, atol=1e-6)
+    assert table.compute_mask(padded[0]) is None
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_padded_sequences_equal_those_of_an_embedding_with_mask_zero(is_text):
+    keys, x, _ = dynamic_cases.sequences()
+    start = layer(initializer=initializer(7))
+    start.dim = dynamic_cases.DIM
+    rows = start(tf.constant(keys if not is_text else keys.astype(str))).numpy()
+    embedding = keras.layers.Embedding(
+        len(keys), dynamic_cases.DIM, keras.initializers.Constant(rows), mask_zero=True
+    )
+    expected = dynamic_cases.train_sequences(embedding=embedding)
+    found = dynamic_cases.train_sequences(is_text)
+    for what in expected:
+        np.testing.assert_allclose(found[what], expected[what], atol=1e-5, err_msg=what)
+    assert len(found["table_keys"]) == len(np.unique(x)) - 1
+
+
+def test_regularizers_and_constraints_equal_those_of_an_embedding():
+    options = {
+        "embeddings_regularizer": keras.regularizers.L2(0.1),
+        "embeddings_constraint": keras.constraints.MaxNorm(0.8, axis=1),
+    }
+    # In each batch are all rows, which are those of a step.
+    x = np.stack([np.random.default_rng(i).permutation(12) for i in range(3)])
+    rows, results = layer(**options)(np.arange(12)).numpy(), []
+    assert np.isclose(np.linalg.norm(rows, axis=1), 0.8).sum() > 3
+    start = keras.initializers.Constant(rows)
+    for table in (layer(**options), keras.layers.Embedding(12, 3, start, **options)):
+        model = keras.Sequential([keras.Input((12,), dtype="int64"), table])
+        model.compile(keras.optimizers.Adam(0.2), "mse")
+        model.fit(x, np.ones([3, 12, 3]), batch_size=1, shuffle=False, verbose=0)
+        results.append(model.predict(np.arange(12)[np.newaxis], verbose=0))
+    np.testing.assert_allclose(*results, atol=1e-5)
 
 
 def test_strings_have_rows_of_their_fingerprints():
@@ -75,6 +132,53 @@ def test_rows_are_made_by_training_alone_and_saved(tmp_path):
         strict=True,
     ):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6)
+
+
+def test_a_table_is_moved_into_another():
+    ids, tables, x = keras.Input((2,), dtype="int64"), [], KEYS[[[0, 1], [1, 2], [3, 4]]]
+    for _ in range(2):
+        table = layer(combiner="sum", admit=psp.tables.Count(2))
+        kernel = keras.initializers.GlorotUniform(1)
+        model = keras.Model(ids, keras.layers.Dense(1, kernel_initializer=kernel)(table(ids)))
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+        tables.append((model, table))
+    (model, table), (other, copy) = tables
+    for _ in range(3):
+        model.train_on_batch(x, np.ones([3, 1]))
+    other.layers[-1].set_weights(model.layers[-1].get_weights())
+    variables = zip(model.optimizer.variables, other.optimizer.variables)
+    for one, of_copy in [pair for pair in variables if pair[0].shape != (0, 3)]:
+        of_copy.assign(one)
+    slots = [np.asarray(of) for of in model.optimizer.variables if of.shape == (0, 3)]
+    # In the order of `keys`.
+    copy.insert(table.keys, table.table.numpy(), slots, table.counts()[0])
+    for one in (model, other):
+        one.train_on_batch(x, np.ones([3, 1]))
+    np.testing.assert_array_equal(copy.keys, table.keys)
+    np.testing.assert_array_equal(copy.counts()[0], table.counts()[0])
+    np.testing.assert_allclose(copy.table.numpy(), table.table.numpy(), atol=1e-6)
+
+    copy.remove([7, 8])
+    copy.insert(tf.constant(["a", "b"]), np.ones([2, 3]))
+    assert 7 not in copy.keys and len(copy.keys) == 6 and copy.counts()[0].min() == 1
+    np.testing.assert_array_equal(copy(tf.constant([["b"]])), [[1, 1, 1]])
+    assert sum(len(keys) for keys, _ in copy.items(4)) == 6
+    copy.clear()
+    assert not len(copy.keys) and not list(copy.items())
+    ones = np.ones([2, 3])
+    for args, received in (
+        (([1, 1], ones), "keys of shape"),
+        (([1], ones), "rows and slots of shapes"),
+        (([1, 2], ones, [ones]), "rows and slots of shapes"),
+        (([1, 2], ones, None, [0, 1]), "counts of shape"),
+    ):
+        with pytest.raises(ValueError, match=f"Received: .*{received}"):
+            copy.insert(*args)
+    with pytest.raises(ValueError, match="Received: a layer that is not built"):
+        layer().clear()
+    with pytest.raises(ValueError, match="Received: a call inside of a graph"):
+        tf.function(lambda: copy.remove([1]))()
 
 
 @pytest.mark.extended
@@ -157,6 +261,7 @@ class Subclassed(keras.Model):
         return self.out(self.table(ids, training=training))
 
 
+@pytest.mark.extended
 def test_a_model_is_built_by_its_shapes_as_under_a_strategy():
     model, ids = Subclassed(), np.arange(6).reshape(2, 3)
     model.compile("sgd", "mse")
@@ -166,12 +271,26 @@ def test_a_model_is_built_by_its_shapes_as_under_a_strategy():
     assert model.table.keys.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_keys_may_be_at_the_ends_of_all_integers():
-    table = layer()
-    assert np.isfinite(table(np.array([2**63 - 1, -(2**63) + 2]))).all()
-    for key in (-(2**63), -(2**63) + 1):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="integers of 64 bits but for"):
-            table(np.array([3, key]))
+def test_no_integer_is_reserved(tmp_path):
+    ends = [-(2**63), -(2**63) + 1, -1, 0, 2**63 - 2, 2**63 - 1]
+    ids, results = keras.Input((2,), dtype="int64"), []
+    for x in (np.array(ends), np.arange(6)):
+        table = psp.layers.DynamicEmbedding(
+            3, initializer="ones", expire=psp.tables.Unused(steps=4), admit=psp.tables.Count(2)
+        )
+        head = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(1))
+        model = keras.Model(ids, head(keras.layers.Flatten()(table(ids))))
+        model.compile("adagrad", "mse")
+        x = x.reshape(3, 2)
+        for some in (x, x, x[:2], x[1:], x[1:], x[1:], x[1:2], x, x):
+            model.train_on_batch(some, np.ones([len(some), 1]))
+        assert table.keys.tolist() == np.unique(x).tolist()
+        model.save(tmp_path / "model.keras")
+        again = keras.models.load_model(tmp_path / "model.keras")
+        results.append([table.table.numpy(), table.counts(), again.predict(x, verbose=0)])
+        assert again.layers[1].keys.tolist() == table.keys.tolist()
+    for of_ends, of_others in zip(*results):
+        np.testing.assert_allclose(of_ends, of_others, atol=1e-6)
 
 
 def test_a_table_that_is_not_trained_gets_no_rows():
@@ -190,6 +309,16 @@ def test_what_does_not_fit_is_refused():
         layer(combiner="max")
     with pytest.raises(ValueError, match="Received: initializer=.*Orthogonal"):
         layer(initializer=keras.initializers.Orthogonal())
+    with pytest.raises(ValueError, match="has no `max_norm`: use `embed.*Received: max_norm=2"):
+        layer(max_norm=2)
+    with pytest.raises(ValueError, match="takes each row by itself.*Received: Orthogonal"):
+        layer(embeddings_regularizer="orthogonal_regularizer")
+    with pytest.raises(ValueError, match="single rows of a table.*NonNeg.*Received: UnitNorm"):
+        layer(embeddings_constraint="unit_norm")
+    with pytest.raises(ValueError, match="Received: mask_value=0.5"):
+        layer(mask_value=0.5)
+    with pytest.raises(ValueError, match="Received: mask_value='' with ids of type int64"):
+        layer(mask_value="")(KEYS)
     with pytest.raises(ValueError, match="Received: combiner=None"):
         layer()(tf.sparse.from_dense([[1, 0]]))
 

@@ -76,6 +76,7 @@ def models_outside_the_scope(scope):
     return student, {"losses": [before, after]}
 
 
+@pytest.mark.extended
 def test_a_model_of_one_process_is_its_own():
     first, second = run("ar2", models_outside_the_scope, same=False).values()
     for key in first.keys() - {"losses"}:

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import native
-from keras_psplus.native import compiler as builder
 from tests import warm
 from tests.endings import wait_for_end
 
@@ -35,7 +34,7 @@ def compiler(tmp_path, monkeypatch):
     def make(end, seconds=0.1, version=1):
         path, calls = tmp_path / "compiler", tmp_path / "calls"
         path.write_text(FAKE.format(calls=calls, end=end, seconds=seconds, version=version))
-        builder._version.cache_clear()
+        native._version.cache_clear()
         path.chmod(0o700)
         monkeypatch.setenv("CXX", str(path))
         return lambda: calls.read_text().count("one") if calls.exists() else 0
@@ -44,7 +43,7 @@ def compiler(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="they are not for GPUs")
-@pytest.mark.skipif(not any(map(shutil.which, builder._COMPILERS)), reason="no C++ compiler")
+@pytest.mark.skipif(not any(map(shutil.which, native._COMPILERS)), reason="no C++ compiler")
 def test_where_there_is_a_compiler_there_are_kernels(monkeypatch):
     for variable in ("CXX", "KERAS_PSPLUS_NATIVE"):
         monkeypatch.delenv(variable, raising=False)
@@ -53,9 +52,9 @@ def test_where_there_is_a_compiler_there_are_kernels(monkeypatch):
 
 def test_it_is_compiled_once(compiler):
     calls = compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     assert library.read_text() == "library\n" and calls() == 1
-    assert builder.build() == library and calls() == 1
+    assert native.build() == library and calls() == 1
     # Nothing else is left there.
     names = ["kernels.so", "kernels.so.sha256", "lock"]
     assert sorted(path.name for path in library.parent.iterdir()) == names
@@ -67,7 +66,7 @@ def test_of_several_processes_one_compiles(compiler, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib; from keras_psplus import log\n"
-        "from keras_psplus.native.compiler import build\n"
+        "from keras_psplus.native import build\n"
         f"log.show(); pathlib.Path({str(tmp_path)!r}, f'here-{{os.getpid()}}').touch()\n"
         "print(build())\n"
     )
@@ -81,56 +80,56 @@ def test_of_several_processes_one_compiles(compiler, tmp_path):
 
 def test_who_finds_it_needs_neither_a_compiler_nor_to_write(compiler, monkeypatch):
     compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     (library.parent / "lock").unlink()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(builder, "_alone", lambda *_: pytest.fail("nothing is to be written"))
-    assert builder.build() == library
+    monkeypatch.setattr(native, "_alone", lambda *_: pytest.fail("nothing is to be written"))
+    assert native.build() == library
 
 
 def test_a_compiler_may_have_arguments(compiler, monkeypatch, tmp_path):
     calls = compiler("for word; do :; done; exit 1")
     command = f"env 'LANG=of others' {os.environ['CXX']} -first"
     monkeypatch.setenv("CXX", command)
-    with pytest.raises(builder.BuildError, match=f"^{shutil.which('env')} has failed"):
-        builder.build()
+    with pytest.raises(native.BuildError, match=f"^{shutil.which('env')} has failed"):
+        native.build()
     (log,) = _logs()
     assert f"env 'LANG=of others' {tmp_path}/compiler -first /" in log.read_text() and calls() == 1
     monkeypatch.setenv("CXX", "'g++")
-    with pytest.raises(builder.BuildError, match="CXX cannot be read: .* Received: 'g"):
-        builder.build()
+    with pytest.raises(native.BuildError, match="CXX cannot be read: .* Received: 'g"):
+        native.build()
 
 
 def test_a_compiler_that_fails_is_not_tried_again_for_a_day(compiler):
     calls = compiler("exit 3")
     message = r"failed: see .*/failed-\w{16}\.log; remove it"
     for _ in range(2):
-        with pytest.raises(builder.BuildError, match=message):
-            builder.build()
+        with pytest.raises(native.BuildError, match=message):
+            native.build()
     assert calls() == 1
     (log,) = _logs()
     assert "it says so" in log.read_text() and "largest.cc" in log.read_text()
     yesterday = time.time() - 24 * 3600 - 1
     for again, wait in enumerate((log.unlink, lambda: os.utime(log, (yesterday, yesterday))), 2):
         wait()
-        with pytest.raises(builder.BuildError):
-            builder.build()
+        with pytest.raises(native.BuildError):
+            native.build()
         assert calls() == again
 
 
 def test_a_compiler_that_was_replaced_is_tried(compiler):
     compiler("exit 3")
-    with pytest.raises(builder.BuildError):
-        builder.build()
+    with pytest.raises(native.BuildError):
+        native.build()
     compiler('echo library > "$made"')
-    assert builder.build().exists()
+    assert native.build().exists()
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_children(compiler, monkeypatch, tmp_path):
-    monkeypatch.setattr(builder, "_TIMEOUT", 1)
+    monkeypatch.setattr(native, "_TIMEOUT", 1)
     compiler(f"sleep 100 & echo $! > {tmp_path}/child; wait")
-    with pytest.raises(builder.BuildError, match="failed"):
-        builder.build()
+    with pytest.raises(native.BuildError, match="failed"):
+        native.build()
     (log,) = _logs()
     assert "not done after 1 s" in log.read_text() and "it says so" in log.read_text()
     wait_for_end(int((tmp_path / "child").read_text()))
@@ -139,21 +138,21 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(compiler, monkeypatch,
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no digest"])
 def test_a_damaged_library_is_compiled_again(damage, compiler):
     calls = compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     if damage == "no digest":
         (library.parent / "kernels.so.sha256").unlink()
     else:
         library.write_bytes(b"" if damage == "truncated" else b"l\xffbrary\n")
     with pytest.raises(OSError, match="is damaged"):
-        builder.opened(library)
-    assert builder.build() == library and calls() == 2
-    assert _text_of(builder.opened(library)) == "library\n"
+        native.opened(library)
+    assert native.build() == library and calls() == 2
+    assert _text_of(native.opened(library)) == "library\n"
 
 
 def test_what_was_checked_is_what_is_loaded(compiler):
     compiler('echo library > "$made"')
-    library = builder.build()
-    file = builder.opened(library)
+    library = native.build()
+    file = native.opened(library)
     shutil.move(library.parent, library.parent.with_name("away"))
     library.parent.mkdir()
     library.write_text("another")
@@ -195,34 +194,34 @@ def _replaced_by_a_pipe(path):
 )
 def test_what_others_could_have_written_is_not_used(place, change, reason, compiler):
     calls = compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     change(pathlib.Path(os.path.normpath(library.parent / place)))
-    with pytest.raises(builder.BuildError, match=f"cannot be used: .*{reason}"):
-        builder.build()
+    with pytest.raises(native.BuildError, match=f"cannot be used: .*{reason}"):
+        native.build()
     with pytest.raises(OSError, match=reason):
-        builder.opened(library)
+        native.opened(library)
     # Nor is it replaced.
     assert calls() == 1
 
 
 def test_what_belongs_to_others_is_not_used(compiler, monkeypatch):
     compiler('echo library > "$made"')
-    library = builder.build()
-    monkeypatch.setattr(builder, "owners", lambda: {os.geteuid() + 1})
+    library = native.build()
+    monkeypatch.setattr(native, "owners", lambda: {os.geteuid() + 1})
     reason = f"belongs to another user; .*Received: owner {os.geteuid()}"
-    with pytest.raises(builder.BuildError, match=reason):
-        builder.build()
+    with pytest.raises(native.BuildError, match=reason):
+        native.build()
     with pytest.raises(OSError, match=reason):
-        builder.opened(library)
+        native.opened(library)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_library_of_another_user_is_not_used(compiler):
     compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     os.chown(library, 4242, -1)
-    with pytest.raises(builder.BuildError, match="kernels.so belongs to another user; .* 4242"):
-        builder.build()
+    with pytest.raises(native.BuildError, match="kernels.so belongs to another user; .* 4242"):
+        native.build()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])
@@ -231,14 +230,14 @@ def test_the_umask_has_no_say(umask, compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     before = os.umask(umask)
     try:
-        library = builder.build()
+        library = native.build()
     finally:
         os.umask(before)
     for path in (library.parent, *list(library.parents)[1:4]):
         assert path.stat().st_mode & 0o777 == 0o700, path
     for path in library.parent.iterdir():
         assert path.stat().st_mode & 0o777 == 0o600, path
-    assert builder.build() == library
+    assert native.build() == library
 
 
 def test_a_relative_cache_folder_is_ignored(compiler, monkeypatch, tmp_path):
@@ -246,54 +245,54 @@ def test_a_relative_cache_folder_is_ignored(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert builder.build().is_relative_to(tmp_path / "home" / ".cache" / "keras_psplus")
+    assert native.build().is_relative_to(tmp_path / "home" / ".cache" / "keras_psplus")
     monkeypatch.setenv("HOME", "home")
-    with pytest.raises(builder.BuildError, match="set XDG_CACHE_HOME"):
-        builder.build()
+    with pytest.raises(native.BuildError, match="set XDG_CACHE_HOME"):
+        native.build()
     assert not (tmp_path / "cache").exists()
 
 
 def test_another_compiler_or_c_library_has_kernels_of_its_own(compiler, monkeypatch):
     compiler('echo first > "$made"')
-    libraries = [builder.build()]
+    libraries = [native.build()]
     compiler('echo second > "$made"', version=2)
-    libraries.append(builder.build())
+    libraries.append(native.build())
     monkeypatch.setattr(os, "confstr", lambda name: f"{name} of another version")
-    libraries.append(builder.build())
+    libraries.append(native.build())
     texts = ["first\n", "second\n", "second\n"]
     assert len(set(libraries)) == 3 and [path.read_text() for path in libraries] == texts
 
 
 def test_those_of_another_compiler_are_better_than_none(compiler):
     compiler('echo library > "$made"')
-    library = builder.build()
+    library = native.build()
     compiler("exit 1", version=2)
-    assert builder.build() == library
+    assert native.build() == library
     library.write_text("")
-    with pytest.raises(builder.BuildError, match="failed"):
-        builder.build()
+    with pytest.raises(native.BuildError, match="failed"):
+        native.build()
 
 
 def test_without_sources_nothing_is_made(compiler, monkeypatch):
     compiler('echo library > "$made"')
-    monkeypatch.setattr(builder, "_SOURCES", ())
-    with pytest.raises(builder.BuildError, match="sources were not installed"):
-        builder.build()
+    monkeypatch.setattr(native, "_SOURCES", ())
+    with pytest.raises(native.BuildError, match="sources were not installed"):
+        native.build()
 
 
 def _logs():
-    return list(builder.cache_folder().glob("*/failed-*.log"))
+    return list(native.cache_folder().glob("*/failed-*.log"))
 
 
 def test_another_process_that_never_ends_is_not_waited_for(compiler, monkeypatch):
     compiler("exit 1")
     said = set()
-    monkeypatch.setattr(builder, "info_once", lambda line, *args: said.add(line % args))
-    monkeypatch.setattr(builder, "_TIMEOUT", -9)
-    path = builder.cache_folder() / "key"
-    with builder.Folder(path, make=True) as folder, builder._alone(folder, path):
-        with pytest.raises(builder.BuildError, match="another process has been compiling"):
-            with builder._alone(folder, path):
+    monkeypatch.setattr(native, "info_once", lambda line, *args: said.add(line % args))
+    monkeypatch.setattr(native, "_TIMEOUT", -9)
+    path = native.cache_folder() / "key"
+    with native.Folder(path, make=True) as folder, native._alone(folder, path):
+        with pytest.raises(native.BuildError, match="another process has been compiling"):
+            with native._alone(folder, path):
                 pass
     # It does not stand still without a line.
     assert said == {f"waiting for another process, which compiles C++ kernels into {path}"}
@@ -314,7 +313,7 @@ def test_without_kernels_there_are_none_and_the_reason_is_said(broken, compiler,
         reason = "cannot be used"
     elif broken == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(builder.pathlib.Path, "home", _no_home)
+        monkeypatch.setattr(native.pathlib.Path, "home", _no_home)
         reason = "no folder for them: .*set XDG_CACHE_HOME"
     else:
         reason = "file too short|invalid ELF"

@@ -16,8 +16,8 @@ from tests import quick_start  # noqa: F401
 import tensorflow as tf
 
 from keras_psplus.cluster.ports import free_ports
-from keras_psplus.parameter_server.scheduling.queue import RemoteWorker, WorkerCalls
-from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server import worker_function
+from keras_psplus.parameter_server.queue import RemoteWorker, WorkerCalls
 from keras_psplus.tf_internals import context
 
 # As the strategy does: a lost task's RPCs fail at once, and no stream waits for it.
@@ -55,7 +55,7 @@ class Server:
 def error_of(function, *args):
     try:
         for output in tf.nest.flatten(CALLS.call(function, *args)):
-            remote.to_chief(output)
+            worker_function.to_chief(output)
     except tf.errors.OpError as error:
         CALLS.clear_error()
         return error
@@ -63,8 +63,12 @@ def error_of(function, *args):
 
 
 def note(case, error):
-    error = remote.as_loss(error, WORKER) if error is not None else None
-    found = [type(error).__name__, remote.is_worker_loss(error), remote.is_server_loss(error)]
+    error = worker_function.as_loss(error, WORKER) if error is not None else None
+    found = [
+        type(error).__name__,
+        worker_function.is_worker_loss(error),
+        worker_function.is_server_loss(error),
+    ]
     print(json.dumps([case, *found]), flush=True)
     if os.environ.get("SHOW"):
         print(error, file=sys.stderr)

@@ -35,16 +35,15 @@ def options(
         return
     import tensorflow as tf
 
-    from keras_psplus.parameter_server import modes
+    from keras_psplus.parameter_server import worker_function
     from keras_psplus.parameter_server.context import OverlapChoice, StepAttempts
-    from keras_psplus.parameter_server.local_sgd import LocalSGDUpdates
-    from keras_psplus.parameter_server.placement import Placement
-    from keras_psplus.parameter_server.tracing import worker_function
-    from keras_psplus.parameter_server.transport.pulls import Compressors
-    from keras_psplus.parameter_server.worker_updates import WorkerUpdates
+    from keras_psplus.parameter_server.extended import Placement
+    from keras_psplus.parameter_server.pulls import Compressors
+    from keras_psplus.parameter_server.strategy import check_mode
+    from keras_psplus.parameter_server.worker_updates import LocalSGDUpdates, WorkerUpdates
 
     context, extended = strategy._context, strategy.extended
-    mode = modes.check_mode(mode or strategy.mode, backup_workers, max_staleness)
+    mode = check_mode(mode or strategy.mode, backup_workers, max_staleness)
     compressors = Compressors(compression, pull_compression)
     placement = extended.placement
     with contextlib.ExitStack() as stack:

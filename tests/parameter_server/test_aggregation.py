@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server.sync.replica_step import WorkerReplicaStep
-from keras_psplus.parameter_server.transport import aggregation
+from keras_psplus.parameter_server import aggregation
+from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
 from tests.support.tables import for_each
 
 

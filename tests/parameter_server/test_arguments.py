@@ -8,8 +8,14 @@ import pytest
 import keras_psplus as psp
 from keras_psplus import compression, updates
 from keras_psplus.cluster.config import ClusterConfigError
-from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.transport.pulls import Compressors
+from keras_psplus.parameter_server.context import Mode
+from keras_psplus.parameter_server.pulls import Compressors
+from keras_psplus.parameter_server.strategy import (
+    check_min_workers,
+    check_mode,
+    check_no_min_workers,
+    check_overlap,
+)
 from tests.support.tables import for_each
 
 # Two workers; in a server, the constructor would not return.
@@ -83,32 +89,32 @@ def test_clusters_without_servers_or_workers(missing, monkeypatch):
 
 
 def test_good_arguments():
-    assert modes.check_mode("async", 0, None) == modes.Mode(False, 0, None)
-    assert modes.check_mode("async", 0, 0).max_staleness == 0
-    mode = modes.check_mode("sync", 2, None)
+    assert check_mode("async", 0, None) == Mode(False, 0, None)
+    assert check_mode("async", 0, 0).max_staleness == 0
+    mode = check_mode("sync", 2, None)
     assert mode.is_sync
     mode.check_workers(3)
 
 
 def test_workers_that_the_launcher_starts_later(monkeypatch):
-    is_sync, is_async = modes.Mode(True, 0, None), modes.Mode(False, 0, None)
-    assert modes.check_min_workers(None, is_async, 3) == 3
+    is_sync, is_async = Mode(True, 0, None), Mode(False, 0, None)
+    assert check_min_workers(None, is_async, 3) == 3
     monkeypatch.setenv("KERAS_PSPLUS_MIN_WORKERS", "2")
-    assert modes.check_min_workers(None, is_async, 3) == 2
-    assert modes.check_min_workers(1, is_async, 3) == 1
-    assert modes.check_min_workers(None, is_sync, 3) == 2
+    assert check_min_workers(None, is_async, 3) == 2
+    assert check_min_workers(1, is_async, 3) == 1
+    assert check_min_workers(None, is_sync, 3) == 2
     with pytest.raises(ValueError, match=r"Received: backup_workers=2, for 2 worker"):
-        modes.check_min_workers(None, is_sync._replace(backup_workers=2), 3)
+        check_min_workers(None, is_sync._replace(backup_workers=2), 3)
     with pytest.raises(ValueError, match="`cluster_resolver`.*Received: min_workers=1"):
-        modes.check_no_min_workers(1)
+        check_no_min_workers(1)
 
 
 def test_modes_in_which_it_is_measured_whether_steps_overlap():
-    sync, asynchronous = modes.check_mode("sync", 0, None), modes.check_mode("async", 0, None)
-    assert modes.check_overlap("auto", sync, None) is None
-    assert modes.check_overlap("auto", asynchronous, None) is False
-    assert modes.check_overlap("auto", modes.check_mode("sync", 1, None), None) is False
-    assert modes.check_overlap("auto", modes.check_mode("async", 0, 2), None) is False
+    sync, asynchronous = check_mode("sync", 0, None), check_mode("async", 0, None)
+    assert check_overlap("auto", sync, None) is None
+    assert check_overlap("auto", asynchronous, None) is False
+    assert check_overlap("auto", check_mode("sync", 1, None), None) is False
+    assert check_overlap("auto", check_mode("async", 0, 2), None) is False
 
 
 # Values are read through compressors that keep all elements.

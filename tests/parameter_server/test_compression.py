@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.parameter_server.transport import pulls
-from keras_psplus.parameter_server.transport.pulls import Compressors
+from keras_psplus.parameter_server import pulls
+from keras_psplus.parameter_server.pulls import Compressors
 from tests.parameter_server import compression_cases as cases
 from tests.support.cluster import run
 from tests.support.tables import for_each

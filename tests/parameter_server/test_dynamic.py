@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server.tracing.worker_function import Trace
+from keras_psplus.parameter_server.worker_function import Trace
 from tests.hybrid import dynamic_cases as dynamic_job
 from tests.parameter_server.options import options
 from tests.support.cluster import reference, run
@@ -28,7 +28,8 @@ def train(name, *callbacks):
 def trained(strategy, name):
     with options(strategy), strategy.scope():
         model, table, found = train(name)
-        return found | dynamic_job.contents(model, table)
+        found |= dynamic_job.contents(model, table)
+        return found | dynamic_job.moved(name, model, table)
 
 
 def briefly_trained(strategy, name):
@@ -38,10 +39,24 @@ def briefly_trained(strategy, name):
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_synchronous_training_equals_one_process():
-    found = run("sync22", briefly_trained, name="counted").first
+@pytest.mark.parametrize("name", ["counted", "bounded"])
+def test_synchronous_training_equals_one_process(name):
+    found = run("sync22", briefly_trained, name=name).first
     assert len(found["table_keys"])
-    expected = reference(dynamic_job.train_briefly, dynamic_job.ALONE, name="counted")
+    expected = reference(dynamic_job.train_briefly, dynamic_job.ALONE, name=name)
+    assert_close(found, expected, 5e-5)
+
+
+def trained_on_sequences(strategy):
+    with options(strategy), strategy.scope():
+        return dynamic_job.train_sequences()
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+def test_padding_has_no_row_on_servers():
+    found = run("sync22", trained_on_sequences).first
+    expected = reference(dynamic_job.train_sequences, dynamic_job.ALONE)
     assert_close(found, expected, 5e-5)
 
 
@@ -93,7 +108,7 @@ def broken_off(strategy, folder):
         model.load_weights(path)
         for what, value in dynamic_job.contents(model, table).items():
             np.testing.assert_array_equal(value, found[what], err_msg=what)
-        return found
+        return found | dynamic_job.moved("counted", model, table)
 
 
 @pytest.mark.extended

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.parameter_server import placement
+from keras_psplus.parameter_server.extended import MOST_BYTES, offsets_of
 from tests.support import jobs
 from tests.support.tables import for_each
 
@@ -39,21 +39,21 @@ def largest(offsets, row_bytes):
     ],
 )
 def test_no_shard_is_too_large(shape, shards, keeps_whole, expected):
-    offsets = placement.offsets_of(shape, "float32", shards, keeps_whole)
+    offsets = offsets_of(shape, "float32", shards, keeps_whole)
     assert len(offsets) == expected + 1
     assert offsets[0] == 0 and offsets[-1] == shape[0] and offsets == sorted(set(offsets))
     row_bytes = 4 * shape[1]
-    limit = placement.MOST_BYTES if keeps_whole else max(GIB, row_bytes)
+    limit = MOST_BYTES if keeps_whole else max(GIB, row_bytes)
     assert largest(offsets, row_bytes) <= limit < 2 * GIB
 
 
 def test_shards_are_cut_as_tensorflow_does():
-    assert placement.offsets_of((10, 1 << 26), "float32", 4, True) == [0, 3, 6, 8, 10]
+    assert offsets_of((10, 1 << 26), "float32", 4, True) == [0, 3, 6, 8, 10]
 
 
 def test_a_row_that_cannot_be_sent_is_refused():
     with pytest.raises(ValueError, match=r"first axis.*Received: shape=\(2, 600000000\)"):
-        placement.offsets_of((2, 600_000_000), "float32", 1, False)
+        offsets_of((2, 600_000_000), "float32", 1, False)
 
 
 def available_gib():

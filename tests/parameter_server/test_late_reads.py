@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, run
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -124,7 +125,11 @@ def test_gradients_are_changed_in_the_optimizer_s_update():
 
 @pytest.mark.parametrize(
     "layout, when",
-    [("sync22", "in a callback"), ("sync_threads", "before"), ("sync_sharded", "in a callback")],
+    [
+        ("sync_threads", "before"),
+        ("sync_sharded", "in a callback"),
+        *extended(("sync22", "in a callback")),
+    ],
 )
 def test_averages_of_weights_equal_one_process(layout, when):
     equals_one_process(layout, averaged, when=when)
@@ -132,7 +137,11 @@ def test_averages_of_weights_equal_one_process(layout, when):
 
 @pytest.mark.parametrize(
     "layout, when",
-    [("sync22", "after"), ("sync_sharded", "after"), ("sync_threads", "in a function")],
+    [
+        ("sync_sharded", "after"),
+        ("sync_threads", "in a function"),
+        *extended(("sync22", "after")),
+    ],
 )
 def test_averages_of_weights_that_have_not_come_are_refused(layout, when):
     args = {"name": "averaged", "when": when}

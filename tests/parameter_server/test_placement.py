@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.parameter_server import modes
-from keras_psplus.parameter_server.placement import Placement, weights_of
+from keras_psplus.parameter_server.extended import Placement, bytes_on_ps, weights_of
 from tests.parameter_server.options import options
 from tests.support.cluster import equals_one_process, run
 from tests.support.tables import for_each
@@ -153,7 +152,7 @@ def cut(strategy):
                 for v in (slot, variable)
             )
             assert of_slot == of_variable
-        sizes = modes.bytes_on_ps([*model.variables, *model.optimizer.variables], 2)
+        sizes = bytes_on_ps([*model.variables, *model.optimizer.variables], 2)
         assert max(sizes) <= 1.1 * sum(sizes) / 2, sizes
         # Rows that are looked up are those that are written.
         found = model.layers[0](ids[:5])

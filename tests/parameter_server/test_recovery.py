@@ -9,16 +9,9 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
-from keras_psplus.parameter_server.scheduling import membership
-from keras_psplus.parameter_server.scheduling.membership import Members, Reconnection
-from keras_psplus.parameter_server.scheduling.queue import (
-    Clocks,
-    Closure,
-    ClosureQueue,
-    RemoteWorker,
-)
-from keras_psplus.parameter_server.scheduling.scheduler import Lane
-from keras_psplus.parameter_server.tracing import remote
+from keras_psplus.parameter_server import scheduler, worker_function
+from keras_psplus.parameter_server.queue import Clocks, Closure, ClosureQueue, RemoteWorker
+from keras_psplus.parameter_server.scheduler import Lane, Members, Reconnection, update
 from tests.support.tables import for_each
 
 SECONDS = 20
@@ -74,9 +67,9 @@ def updates(monkeypatch):
         cluster=types.SimpleNamespace(job=[types.SimpleNamespace(name="worker", tasks={0: "a"})])
     )
     stub = types.SimpleNamespace(context=lambda: context, get_server_def=lambda: definition)
-    monkeypatch.setattr(membership, "context", stub)
+    monkeypatch.setattr(scheduler, "context", stub)
     for name in "_SETTLE_SECONDS", "_RETRY_SECONDS", "_ASK_SECONDS":
-        monkeypatch.setattr(membership, name, 0.01)
+        monkeypatch.setattr(scheduler, name, 0.01)
     return state
 
 
@@ -85,7 +78,7 @@ def silent(monkeypatch):
     """Set of the workers that do not respond."""
     silent = set()
     monkeypatch.setattr(
-        membership.stalls,
+        scheduler.stalls,
         "unresponsive_tasks",
         lambda tasks: [n for n in tasks if int(n) in silent],
     )
@@ -260,7 +253,7 @@ def test_tensorflow_is_not_connected_to_a_worker_that_has_died(updates, silent):
     silent.add(2)
     with pytest.raises(tf.errors.UnavailableError, match="task:2 does not respond") as raised:
         members.connect(set())
-    assert remote.is_worker_loss(raised.value) and members.absent == {1, 2}
+    assert worker_function.is_worker_loss(raised.value) and members.absent == {1, 2}
     assert not updates.present
 
 
@@ -279,19 +272,19 @@ def test_a_worker_that_does_not_answer_while_tensorflow_connects(
         updates.may_end.set()
 
     monkeypatch.setenv("GRPC_FAIL_FAST", "use_caller")
-    monkeypatch.setattr(membership, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(membership.step_times, "cut", note_cut)
-    monkeypatch.setattr(membership.failure, "exit_now", note_end)
+    monkeypatch.setattr(scheduler, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(scheduler.step_times, "cut", note_cut)
+    monkeypatch.setattr(scheduler.failure, "exit_now", note_end)
     silent.add(1)
     updates.errors.append(LOST)
     with pytest.raises(tf.errors.UnavailableError):
-        membership.update({0: "a", 1: "b"})
+        update({0: "a", 1: "b"})
     assert set(cut) == {("b", "true")} and os.environ["GRPC_FAIL_FAST"] == "use_caller"
     assert "worker-1 does not answer while TensorFlow connects" in caplog.text
     assert not has_ended.is_set()
-    monkeypatch.setattr(membership, "_GIVE_UP_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler, "_GIVE_UP_SECONDS", 0.0)
     updates.may_end.clear()
-    membership.update({0: "a", 1: "b"})
+    update({0: "a", 1: "b"})
     assert has_ended.is_set()
     assert "and TensorFlow still waits for it" in caplog.text
 
@@ -314,20 +307,24 @@ def test_a_tensor_of_a_forgotten_worker_is_lost_with_it(job):
     text = f"Assigned device '/job:{job}/replica:0/task:0/device:CPU:0' does not match any device"
     known = "the devices available on this machine: [/job:worker/replica:0/task:1/device:CPU:0]"
     error = tf.errors.InternalError(None, None, f"{text}. Here are {known}")
-    assert remote.is_of_worker(error) == remote.is_worker_loss(error) == (job == "worker")
+    assert (
+        worker_function.is_of_worker(error)
+        == worker_function.is_worker_loss(error)
+        == (job == "worker")
+    )
 
 
 def test_a_worker_that_is_being_taken_in_is_not_there_yet():
     text = "Client for target /job:worker/replica:0/task:1 not found. [Op:VarIsInitializedOp]"
     error = tf.errors.InvalidArgumentError(None, None, text)
-    assert remote.is_of_worker(error) and not remote.is_server_loss(error)
+    assert worker_function.is_of_worker(error) and not worker_function.is_server_loss(error)
 
 
 @for_each("is_lost", [True, False])
 def test_a_function_that_meets_a_worker_on_its_way_back_is_sent_again(is_lost):
     text = "Primary device is not remote" if is_lost else "Shapes do not match"
     error = tf.errors.InvalidArgumentError(None, None, f"{text} [Op:__inference_step_376]")
-    assert not remote.is_worker_loss(error)
-    found = remote.as_loss(error, "/job:worker/replica:0/task:1")
-    assert remote.is_worker_loss(found) == is_lost
+    assert not worker_function.is_worker_loss(error)
+    found = worker_function.as_loss(error, "/job:worker/replica:0/task:1")
+    assert worker_function.is_worker_loss(found) == is_lost
     assert is_lost or found is error

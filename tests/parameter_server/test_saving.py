@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server import placement
+from keras_psplus.parameter_server import extended
 from tests.parameter_server.options import options
 from tests.support.cluster import run
 from tests.support.results import assert_close
@@ -107,7 +107,7 @@ def of_servers(strategy, folder):
     folder, found = pathlib.Path(folder), {}
     with contextlib.ExitStack() as stack:
         # Some of the variables that are cut are made as large ones are, the others by TensorFlow.
-        stack.enter_context(mock.patch.object(placement, "LARGE_BYTES", 800))
+        stack.enter_context(mock.patch.object(extended, "LARGE_BYTES", 800))
         stack.enter_context(options(strategy, partitioner=2))
         stack.callback(setattr, Unsaveable, "broken", False)
         with strategy.scope():

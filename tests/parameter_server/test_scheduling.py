@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.parameter_server.context import Attempt, StepAttempts
-from keras_psplus.parameter_server.scheduling.queue import Clocks, Closure, ClosureQueue
-from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
-from keras_psplus.parameter_server.sync.sync_steps import split
+from keras_psplus.parameter_server.queue import Clocks, Closure, ClosureQueue
+from keras_psplus.parameter_server.scheduler import Scheduler
+from keras_psplus.parameter_server.sync_steps import split
 from tests.support.tables import for_each
 
 # Steps that keep a worker busy.

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.monitor.progress import Progress
-from keras_psplus.parameter_server.scheduling.queue import Run
-from keras_psplus.parameter_server.scheduling.worker_times import WorkerTimes
-from keras_psplus.parameter_server.tracing.traffic import (
+from keras_psplus.parameter_server.context import WorkerTimes
+from keras_psplus.parameter_server.queue import Run
+from keras_psplus.parameter_server.traffic import (
     READ,
     SEND,
     CallCosts,

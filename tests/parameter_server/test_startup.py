@@ -3,10 +3,10 @@
 import pytest
 
 from keras_psplus.cluster import serving
-from keras_psplus.cluster.channel.sessions import RefusedError
+from keras_psplus.cluster.channel import RefusedError
 from keras_psplus.errors import ClusterStartupError
 from keras_psplus.parameter_server.extended import gpus_per_worker
-from keras_psplus.parameter_server.startup import Servers
+from keras_psplus.parameter_server.strategy import Servers
 from tests.support.tables import for_each
 
 

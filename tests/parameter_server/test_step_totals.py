@@ -6,9 +6,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.parameter_server.context import StepAttempts
-from keras_psplus.parameter_server.steps.logs import ClosureTotals
-from keras_psplus.parameter_server.sync.sync_steps import StepUpdates
-from keras_psplus.parameter_server.tracing.worker_function import ClosureVariable, writes
+from keras_psplus.parameter_server.step_functions import ClosureTotals
+from keras_psplus.parameter_server.sync_steps import StepUpdates
+from keras_psplus.parameter_server.worker_function import ClosureVariable, writes
 
 
 def test_a_share_that_is_computed_again_voids_its_attempt():

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
-from keras_psplus.parameter_server.scheduling.scheduler import Scheduler
+from keras_psplus.parameter_server.scheduler import Scheduler
 from tests.parameter_server.options import options
 from tests.support.cluster import run
 from tests.support.tiers import extended
@@ -354,6 +354,20 @@ def epochs_after_the_first_step(strategy):
 def test_the_chief_waits_for_the_first_step_alone():
     """It shows what logs are called; of later epochs that is known."""
     assert run("sync_threads", epochs_after_the_first_step).first["waits"] == 1
+
+
+def synchronized_statistics(strategy):
+    with options(strategy, mode="sync"), strategy.scope():
+        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
+        model = keras.Sequential([keras.Input((2,)), norm, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with options(strategy, mode="sync"), pytest.raises(ValueError, match="'norm' with synchron"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+    return {}
+
+
+def test_statistics_of_all_rows_are_refused():
+    run("sync_threads", synchronized_statistics, may_show_errors=True)
 
 
 class Overtaken(keras.Sequential):

@@ -2,11 +2,7 @@
 
 import tensorflow as tf
 
-from keras_psplus.parameter_server.tracing.worker_function import (
-    ClosureVariable,
-    Trace,
-    current_trace,
-)
+from keras_psplus.parameter_server.worker_function import ClosureVariable, Trace, current_trace
 from tests.support.tables import for_each
 
 

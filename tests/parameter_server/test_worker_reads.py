@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.parameter_server import worker_data
-from keras_psplus.parameter_server.tracing.worker_function import (
+from keras_psplus.parameter_server import data
+from keras_psplus.parameter_server.data import WorkerReads, fit_end_to_end
+from keras_psplus.parameter_server.worker_function import (
     ClosureVariable,
     JoinedBatches,
     Trace,
     current_trace,
     separate,
 )
-from keras_psplus.parameter_server.worker_data import WorkerReads, fit_end_to_end
 from tests.support.tables import for_each
 
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch):
     """This process is the worker, too."""
-    monkeypatch.setattr(worker_data, "on_worker", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(data, "on_worker", lambda index: contextlib.nullcontext())
 
 
 def numbers(count):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.base.schedule import LINK, WAIT, WORK, Span, intervals, work_and_links
+from keras_psplus.pipeline import schedule
+from keras_psplus.pipeline.schedule import LINK, WAIT, WORK, Span, intervals, work_and_links
 
 
 def seconds(stages):

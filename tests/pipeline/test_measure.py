@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_psplus.pipeline.split import costs, measure, partition
-from keras_psplus.pipeline.split.measure import Times
+from keras_psplus.pipeline import costs, plan, splitter
+from keras_psplus.pipeline.costs import Times
 from tests.pipeline.models import CPU, Task, X, Y, layers, train
 
 pytestmark = pytest.mark.processes
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(autouse=True)
 def small_models_are_measured(monkeypatch):
-    monkeypatch.setattr(measure, "_LEAST_FLOPS", 0.0)
-    monkeypatch.setattr(measure, "_REPEATED", 0.001)
-    monkeypatch.setattr(measure, "_BUDGET", 300.0)
+    monkeypatch.setattr(splitter, "_LEAST_FLOPS", 0.0)
+    monkeypatch.setattr(splitter, "_REPEATED", 0.001)
+    monkeypatch.setattr(splitter, "_BUDGET", 300.0)
 
 
 def costs_of(strategy, make, spec):
@@ -80,12 +80,12 @@ def test_names_and_seeds_are_those_of_the_script(pipeline, monkeypatch):
         return model, history, later.name, later.get_weights(), drawn
 
     timed = []
-    of_call = measure.time_layer_call
+    of_call = splitter.time_layer_call
     monkeypatch.setattr(
-        measure, "time_layer_call", lambda *args: timed.append(args) or of_call(*args)
+        splitter, "time_layer_call", lambda *args: timed.append(args) or of_call(*args)
     )
     # What is measured differs from run to run.
-    monkeypatch.setattr(partition, "balance", lambda times, *_: [0, 0, 1, 1, 1])
+    monkeypatch.setattr(plan, "balance", lambda times, *_: [0, 0, 1, 1, 1])
     counted = run("flops")
     assert not timed
     found = run("auto")
@@ -111,7 +111,7 @@ def kinds_of_layers():
 @pytest.mark.extended
 def test_layers_of_every_kind_are_measured(pipeline, caplog):
     found = costs_of(pipeline(2), kinds_of_layers, tf.TensorSpec([None, 9], tf.int32))
-    times = measure.measured(found, 8, CPU)
+    times = splitter.measured(found, 8, CPU)
     assert len(times) == len(found) == 7
     assert all(one.total > 0 for one, cost in zip(times, found) if cost.flops > 1e4)
     assert "could not be measured" not in caplog.text
@@ -126,13 +126,13 @@ def test_layers_that_are_alike_are_measured_once(pipeline, monkeypatch):
         timed.append((layer.name, rows, device))
         return Times(1.0, 2.0)
 
-    monkeypatch.setattr(measure, "time_layer_call", of_call)
+    monkeypatch.setattr(splitter, "time_layer_call", of_call)
 
     def make():
         return keras.Sequential([layers.Dense(12) for _ in range(9)] + [layers.Dense(3)])
 
     found = costs_of(pipeline(2), make, tf.TensorSpec([None, 12]))
-    assert measure.measured(found, 7, CPU) == [Times(1.0, 2.0)] * 10
+    assert splitter.measured(found, 7, CPU) == [Times(1.0, 2.0)] * 10
     # The first needs no gradient by its input.
     assert [(rows, device) for _, rows, device in timed] == [(7, CPU)] * 3
 
@@ -143,28 +143,28 @@ def test_a_layer_that_cannot_be_measured_is_counted(pipeline, monkeypatch, caplo
             tf.print("writes")
             return tf.numpy_function(lambda a: a, [x], tf.float32)
 
-    with pytest.raises(measure.CannotBeTimed, match=r"effects.*Received: "):
+    with pytest.raises(splitter.CannotBeTimed, match=r"effects.*Received: "):
         form = costs.TensorForm((32, 4), "float32", False, True)
-        measure.time_layer_call(Writes(), costs.LayerCall((form,), {}, 32), 8, CPU)
+        splitter.time_layer_call(Writes(), costs.LayerCall((form,), {}, 32), 8, CPU)
 
     def of_call(layer, *args):
         if layer.units == 6:
             raise ValueError("out of luck")
         return Times(3.0, 5.0)
 
-    monkeypatch.setattr(measure, "time_layer_call", of_call)
+    monkeypatch.setattr(splitter, "time_layer_call", of_call)
     found = costs_of(
         pipeline(2),
         lambda: keras.Sequential([layers.Dense(12), layers.Dense(6)]),
         tf.TensorSpec([None, 12]),
     )
-    first, second = measure.measured(found, 8, CPU)
+    first, second = splitter.measured(found, 8, CPU)
     assert first == Times(3.0, 5.0)
     assert second == pytest.approx((1.5, 2.5), rel=0.1)
     assert "could not be measured" in caplog.text
     assert "out of luck" in caplog.text
-    monkeypatch.setattr(measure, "_BUDGET", -1.0)
-    assert measure.measured(found, 8, CPU) is None
+    monkeypatch.setattr(splitter, "_BUDGET", -1.0)
+    assert splitter.measured(found, 8, CPU) is None
     assert "are over" in caplog.text
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask
-from keras_psplus.pipeline.base import microbatches
+from keras_psplus.pipeline import microbatches
 
 
 def cut(structure, rows, first, end):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_psplus.pipeline.split import partition
+from keras_psplus.pipeline import plan
 
 
 def largest(costs, parts):
@@ -24,7 +24,7 @@ def all_partitions(count, stages):
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_no_other_partition_is_better(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
-    found = partition.balance(costs, stages)
+    found = plan.balance(costs, stages)
     assert found == sorted(found)
     assert set(found) == set(range(stages))
     best = min(largest(costs, parts) for parts in all_partitions(len(costs), stages))
@@ -33,12 +33,12 @@ def test_no_other_partition_is_better(costs, data):
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match=r"of 2 layer\(s\).*Received: 3 stages"):
-        partition.balance([1.0, 1.0], 3)
+        plan.balance([1.0, 1.0], 3)
 
 
 def test_patterns():
     names = ["embedding", "block_0_dense", "block_1_dense", "head"]
-    assert partition.by_patterns(names, [["emb*", "block_0*"], ["block_1*", "head"]]) == [
+    assert plan.by_patterns(names, [["emb*", "block_0*"], ["block_1*", "head"]]) == [
         *(0, 0),
         *(1, 1),
     ]
@@ -54,12 +54,12 @@ def test_patterns():
 )
 def test_patterns_that_do_not_fit_are_refused(patterns, message):
     with pytest.raises(ValueError, match=f"{message}.*embedding, dense.*Received: stages="):
-        partition.by_patterns(["embedding", "dense"], patterns)
+        plan.by_patterns(["embedding", "dense"], patterns)
 
 
 def test_a_layer_without_a_stage_is_on_that_of_the_layer_before():
-    assert partition.with_neighbours([None, 1, None, 0, None]) == [1, 1, 1, 0, 0]
-    assert partition.with_neighbours([None]) == [0]
+    assert plan.with_neighbours([None, 1, None, 0, None]) == [1, 1, 1, 0, 0]
+    assert plan.with_neighbours([None]) == [0]
 
 
 @given(
@@ -68,8 +68,8 @@ def test_a_layer_without_a_stage_is_on_that_of_the_layer_before():
 def test_memory_is_even_where_that_costs_little(layers, data):
     costs, sizes = [cost for cost, _ in layers], [1e9 * size for _, size in layers]
     stages = data.draw(st.integers(1, len(costs)))
-    found = partition.balance(costs, stages, lambda _, first, end: sum(sizes[first:end]))
-    fastest = partition.balance(costs, stages)
+    found = plan.balance(costs, stages, lambda _, first, end: sum(sizes[first:end]))
+    fastest = plan.balance(costs, stages)
     assert found == sorted(found)
     assert set(found) == set(range(stages))
     assert largest(costs, found) <= 1.1 * largest(costs, fastest) + 1e-9
@@ -89,12 +89,12 @@ def test_memory_is_even_where_that_costs_little(layers, data):
 
 def test_a_stage_keeps_less_where_it_may_be_a_little_slower():
     costs, sizes = [50, 5, 45, 5], [1e9, 1e9, 1e6, 1e6]
-    assert partition.balance(costs, 2) == [0, 1, 1, 1]
+    assert plan.balance(costs, 2) == [0, 1, 1, 1]
     sizes = [1e6, 1e9, 1e9, 1e9]
     memory = lambda _, first, end: sum(sizes[first:end])  # noqa: E731
-    assert partition.balance(costs, 2, memory) == [0, 0, 1, 1]
+    assert plan.balance(costs, 2, memory) == [0, 0, 1, 1]
     # Of megabytes, nobody cares.
-    assert partition.balance(costs, 2, lambda *part: memory(*part) / 1e3) == [0, 1, 1, 1]
+    assert plan.balance(costs, 2, lambda *part: memory(*part) / 1e3) == [0, 1, 1, 1]
 
 
 @given(
@@ -103,7 +103,7 @@ def test_a_stage_keeps_less_where_it_may_be_a_little_slower():
 def test_fewer_bytes_are_sent_where_that_costs_little(layers, data):
     costs, sent = zip(*layers)
     stages = data.draw(st.integers(1, len(costs)))
-    found = partition.balance(costs, stages, sent=sent.__getitem__)
+    found = plan.balance(costs, stages, sent=sent.__getitem__)
 
     def most_sent(parts):
         cuts = (i for i in range(1, len(parts)) if parts[i] != parts[i - 1])

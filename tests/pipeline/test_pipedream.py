@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.pipeline.base import microbatches
+from keras_psplus.pipeline import microbatches
 from tests.pipeline.models import (
     CROSSENTROPY,
     Task,
@@ -105,7 +105,7 @@ def fit(strategy, make, callbacks=(), **options):
     return model, model.fit(x, Y, callbacks=list(callbacks), **options).history
 
 
-@pytest.mark.parametrize("make", [skips, *extended(normalised)])
+@pytest.mark.parametrize("make", extended(skips, normalised))
 def test_equals_a_simulation_of_its_staleness(make, pipeline):
     weights, losses = simulate(make, 16, 3)
     model, history = fit(pipeline(2, microbatches=COUNT, schedule="pipedream"), make)

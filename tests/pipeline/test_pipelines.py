@@ -14,7 +14,7 @@ import keras_psplus as psp
 from keras_psplus.cli import flags
 from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.processes import LocalCluster
-from keras_psplus.pipeline.base import microbatches
+from keras_psplus.pipeline import microbatches
 from tests.pipeline import models
 from tests.pipeline.models import check_equal, train, wide
 from tests.support.cluster import equals_one_process, makes_scope, strategy_of

@@ -6,7 +6,7 @@
 import keras
 import pytest
 
-from keras_psplus.pipeline.graph import recompute
+from keras_psplus.pipeline import boundary
 from tests.pipeline.models import Counts, X, check_equal, layers, stateful, train
 
 pytestmark = pytest.mark.processes
@@ -23,13 +23,13 @@ def test_state_and_seeds_are_used_once(pipeline):
 @pytest.mark.extended
 def test_activations_are_computed_twice_in_training_alone(pipeline, monkeypatch):
     repeated = []
-    original = recompute.StageReplay._repeat
+    original = boundary.StageReplay._repeat
 
     def repeat(self, call):
         repeated.append(call.layer.name)
         original(self, call)
 
-    monkeypatch.setattr(recompute.StageReplay, "_repeat", repeat)
+    monkeypatch.setattr(boundary.StageReplay, "_repeat", repeat)
     strategy = pipeline(2, microbatches=3, schedule="1f1b", recompute=True)
     keras.backend.clear_session()
     with strategy.scope():

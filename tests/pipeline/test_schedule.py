@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_psplus.pipeline.base import schedule
+from keras_psplus.pipeline import schedule
 
 SIZES = st.integers(1, 8), st.integers(1, 20)
 PEAKS = {

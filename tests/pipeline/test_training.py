@@ -9,8 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.pipeline.base import schedule
-from keras_psplus.pipeline.step import step_function
+from keras_psplus.pipeline import schedule, step_function
 from tests.pipeline import models
 from tests.pipeline.models import CROSSENTROPY, RANDOM, Task, X, Y, check_equal, layers, train
 from tests.support.tiers import extended

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_psplus.pipeline.graph.boundary import BackwardOperations, delay
+from keras_psplus.pipeline.boundary import BackwardOperations, delay
 
 
 def backward_of(layers, gradient):

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from keras_psplus import planning
 from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.cluster.config import TaskConfig, task_name
-from keras_psplus.planning import links_file
-from keras_psplus.planning.links_file import Link, Links
+from keras_psplus.planning import Link, Links
 
 HOSTS = ["a", "b", "c"]
 LINKS = Links(HOSTS, {(0, 1): Link(0.2, 1e9), (0, 2): Link(0.4, 2e8), (1, 2): Link(3.0, 5e8)})
@@ -21,12 +21,12 @@ def row(*hosts, latency_ms=0.5, bits_per_second=1e9):
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "links.json"
     path.write_text(json.dumps(LINKS.as_dict()))
-    assert links_file.read(path) == LINKS
+    assert planning.read_links(path) == LINKS
 
 
 def test_pairs_in_any_order(tmp_path):
     rows = [row("c", "b"), row("b", "a"), row("c", "a", latency_ms=0, bits_per_second=5)]
-    found = links_file.parse(json.dumps({"hosts": HOSTS, "links": rows}), "here")
+    found = planning.parse_links(json.dumps({"hosts": HOSTS, "links": rows}), "here")
     assert found.links == {(0, 1): (0.5, 1e9), (0, 2): (0, 5), (1, 2): (0.5, 1e9)}
 
 
@@ -86,10 +86,10 @@ def test_files_that_do_not_fit(text, message, tmp_path):
     path = tmp_path / "links.json"
     path.write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(ValueError, match=message) as error:
-        links_file.read(path)
+        planning.read_links(path)
     assert str(error.value).endswith(f"Received: {path}")
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: .* Received: "):
-        links_file.read(tmp_path / "none.json")
+        planning.read_links(tmp_path / "none.json")

@@ -4,20 +4,20 @@ import dataclasses
 
 import pytest
 
-from keras_psplus.planning import step_bytes
-from keras_psplus.planning.step_bytes import Table, Traits, Variable, Work, traits_of
+from keras_psplus import planning
+from keras_psplus.planning import Table, Traits, Variable, Work, traits_of
 
 DENSE = Work([Variable((1000, 1000), factor_rows=10), Variable((1000,))])
 SPARSE = Work([Variable((10, 10))], [Table(100_000, 10, {1: 1000, 2: 1500, 4: 2250})])
 
 
 def test_floor_is_what_takes_longest():
-    assert step_bytes.floor_ms(30.0, 1.25e6, 100e6) == 100.0
-    assert step_bytes.floor_ms(30.0, 1.25e6, 1e9) == 30.0
-    assert step_bytes.floor_ms(30.0, 1.25e6, None) == 30.0
+    assert planning.floor_ms(30.0, 1.25e6, 100e6) == 100.0
+    assert planning.floor_ms(30.0, 1.25e6, 1e9) == 30.0
+    assert planning.floor_ms(30.0, 1.25e6, None) == 30.0
     # Messages that wait for one another end the step, while bytes are under way.
-    assert step_bytes.floor_ms(30.0, 1.25e6, 100e6, 6, 0.5) == 100.0
-    assert step_bytes.floor_ms(30.0, 1.25e6, 1e9, 6, 0.5) == 33.0
+    assert planning.floor_ms(30.0, 1.25e6, 100e6, 6, 0.5) == 100.0
+    assert planning.floor_ms(30.0, 1.25e6, 1e9, 6, 0.5) == 33.0
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,17 @@ def test_floor_is_what_takes_longest():
     ],
 )
 def test_messages_that_wait_for_one_another(traits, expected):
-    assert step_bytes.rounds(traits, SPARSE, 4) == expected
+    assert planning.rounds(traits, SPARSE, 4) == expected
 
 
 def test_factors_go_where_they_are_fewer_bytes():
-    moved = step_bytes.flows(Traits(compression="factors"), DENSE, 2)
+    moved = planning.flows(Traits(compression="factors"), DENSE, 2)
     assert moved.between == 4 * (10 * 2000 + 1000)
     # From 2 x 1,000 x 1,000 / (2,000 x 10) workers on, the gradient itself is no more.
-    assert step_bytes.goes_as_factors(DENSE.variables[0], "factors", 100)
-    assert not step_bytes.goes_as_factors(DENSE.variables[0], "factors", 101)
+    assert planning.goes_as_factors(DENSE.variables[0], "factors", 100)
+    assert not planning.goes_as_factors(DENSE.variables[0], "factors", 101)
     unknown = Work([Variable((1000, 1000)), Variable((1000,))])
-    assert step_bytes.flows(Traits(compression="factors"), unknown, 2) == step_bytes.flows(
+    assert planning.flows(Traits(compression="factors"), unknown, 2) == planning.flows(
         Traits(), unknown, 2
     )
 
@@ -64,27 +64,27 @@ def test_rows_between_and_beyond_those_that_were_counted():
 
 
 def test_tables_lie_on_servers_from_a_megabyte_on():
-    hybrid = step_bytes.flows(Traits("hybrid"), SPARSE, 2)
+    hybrid = planning.flows(Traits("hybrid"), SPARSE, 2)
     assert hybrid == (400, 1000 * (8 + 8 + 40), 1000 * 40)
     small = Work(SPARSE.variables, [Table(1000, 10, {1: 100})])
-    assert step_bytes.flows(Traits("hybrid"), small, 2) == step_bytes.flows(Traits(), small, 2)
+    assert planning.flows(Traits("hybrid"), small, 2) == planning.flows(Traits(), small, 2)
 
 
 def test_local_steps_under_servers_send_whole_tables():
-    moved = step_bytes.flows(Traits("parameter_server", updates="local", every=8), SPARSE, 2)
+    moved = planning.flows(Traits("parameter_server", updates="local", every=8), SPARSE, 2)
     assert moved.up == moved.down == 4 * (100 + 1_000_000) / 8
 
 
 def test_more_workers_share_the_servers():
     async_ = Traits("parameter_server", waits=False)
-    moved = step_bytes.flows(async_, DENSE, 4)
-    assert step_bytes.busiest(async_, DENSE, 4, 2) == 2 * moved.up == 2 * moved.down
-    assert step_bytes.busiest(async_, DENSE, 4, 8) == moved.up
+    moved = planning.flows(async_, DENSE, 4)
+    assert planning.busiest(async_, DENSE, 4, 2) == 2 * moved.up == 2 * moved.down
+    assert planning.busiest(async_, DENSE, 4, 8) == moved.up
 
 
 def test_memory_of_a_worker():
     def megabytes(traits, slots=2.0):
-        return step_bytes.memory(traits, dataclasses.replace(SPARSE, slots=slots), 4) / 4
+        return planning.memory(traits, dataclasses.replace(SPARSE, slots=slots), 4) / 4
 
     rows = 1000 * 10
     assert megabytes(Traits()) == 100 * 4 + 1_000_000 * 3 + rows
@@ -101,21 +101,21 @@ def test_tensor_parallelism_sends_activations_and_keeps_parts():
     together, odd = Traits("tensor_parallel"), Variable((10, 3), factor_rows=8)
     dense = Variable((1000, 20), factor_rows=8)
     # Of 32 rows on all workers, an output is gathered and an input's gradient is summed.
-    moved = step_bytes.flows(together, Work([dense, odd]), 4)
+    moved = planning.flows(together, Work([dense, odd]), 4)
     assert moved.between == 0.75 * 4 * 32 * (20 + 2 * 1000) and not moved.up + moved.down
     # A convolution's kernel is gathered.
     conv = Work([Variable((3, 3, 4, 8))])
-    assert step_bytes.flows(together, conv, 4).between == 0.75 * 4 * 288
+    assert planning.flows(together, conv, 4).between == 0.75 * 4 * 288
     work = Work([dense, odd], slots=2.0)
-    assert step_bytes.memory(together, work, 4) == 4 * 4 * (20_000 / 4 + 30)
+    assert planning.memory(together, work, 4) == 4 * 4 * (20_000 / 4 + 30)
     tables = dataclasses.replace(SPARSE, variables=[])
     rows = SPARSE.tables[0].rows_of(1) * SPARSE.tables[0].dim
-    assert step_bytes.flows(together, tables, 4).between == 6 * 4 * rows
+    assert planning.flows(together, tables, 4).between == 6 * 4 * rows
 
 
 def test_bytes_of_shares():
     def sent(shard, work):
-        return step_bytes.flows(Traits(shard=shard), work, 4).between
+        return planning.flows(Traits(shard=shard), work, 4).between
 
     dense = Work([Variable((1000, 10))])
     assert sent("optimizer", dense) == sent(None, dense) == 1.5 * 40_000

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from keras_psplus.planning import step_bytes
-from keras_psplus.planning.step_bytes import Cluster, Facts, Traits
+from keras_psplus import planning
+from keras_psplus.planning import Cluster, Facts, Traits
 
 ENTRIES = {
     "single": Traits("alone"),
@@ -39,7 +39,7 @@ TABLE = {"rows": 1_000_000, "dim": 32, "touched": {"1": 20_000.0, "2": 30_000.0}
 
 
 def plan(given, **cluster):
-    return step_bytes.plan(given, ENTRIES, Cluster(**cluster))
+    return planning.plan(given, ENTRIES, Cluster(**cluster))
 
 
 def test_rows_are_of_bytes_and_of_what_was_measured():

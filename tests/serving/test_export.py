@@ -14,12 +14,13 @@ import keras_psplus as psp
 LOAD = """
 import sys
 sys.modules["keras_psplus"] = None  # an import of it fails
-import numpy as np, tensorflow as tf
+import keras, numpy as np, tensorflow as tf
 folder, inputs, outputs = sys.argv[1:]
 loaded, x = tf.saved_model.load(folder), np.load(inputs)
-found = {"serve": loaded.serve(*(tf.constant(x[name]) for name in sorted(x)))}
-served = loaded.signatures["serving_default"]
-found["signature"], = served(**{name: tf.constant(x[name]) for name in x}).values()
+x = {name: tf.constant(x[name]) for name in x}
+found = {"serve": loaded.serve(x), "layer": keras.layers.TFSMLayer(folder)(x)}
+for name in "serve", "serving_default":
+    found[f"signature {name}"], = loaded.signatures[name](**x).values()
 np.savez(outputs, **found)
 """
 
@@ -62,7 +63,7 @@ def test_predictions_need_tensorflow_alone(tmp_path):
     some = {"a": np.stack([known[:30], known[10:40], other[:30]], 1), "b": words}
     expected = model.predict({n: tf.constant(v) for n, v in some.items()}, verbose=0)
     found = predicted_alone(tmp_path / "served" / "1", tmp_path, **some)
-    for way in ("serve", "signature"):
+    for way in ("serve", "layer", "signature serve", "signature serving_default"):
         np.testing.assert_allclose(found[way], expected, atol=1e-6)
     # The model trains on with its own tables.
     before = model.get_layer("texts").counts()[0].sum()
@@ -90,14 +91,14 @@ def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
     psp.serving.export(model, tmp_path / "served", outside=names)
     loaded = tf.saved_model.load(tmp_path / "served")
     some = tf.concat([x[0][:4], x[0][:4] + 1], 0), tf.concat([x[1][:4], ["new"] * 4], 0)
-    needed, given = loaded.keys(*some), []
+    needed, given = loaded.keys(some), []
     for name in names:
         reader = psp.serving.TableReader(tmp_path / "published", name, poll=None)
         # Where more is given, and in another order.
         keys = np.concatenate([reader._state.segments.every[0].keys, needed[name]])
         given += [keys, reader.lookup(keys)]
     expected = model.predict(some, verbose=0)
-    np.testing.assert_allclose(loaded.serve(*some, *given), expected, atol=1e-6)
+    np.testing.assert_allclose(loaded.serve(some, *given), expected, atol=1e-6)
     names = "a", "b", "ids_table_keys", "ids_table_rows", "texts_table_keys", "texts_table_rows"
     served = loaded.signatures["serving_default"](
         **dict(zip(names, map(tf.constant, (*some, *given))))
@@ -105,7 +106,7 @@ def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
     np.testing.assert_allclose(*served.values(), expected, atol=1e-6)
     # Rows that are not given are those of keys that have none.
     others = some[0] + 2**61, tf.strings.join(["no ", some[1]])
-    found = loaded.serve(*others, *(value[:0] for value in given))
+    found = loaded.serve(others, *(value[:0] for value in given))
     np.testing.assert_allclose(found, model.predict(others, verbose=0), atol=1e-6)
     for outside in ("ids/table", ["other"]):
         with pytest.raises(

@@ -1,7 +1,12 @@
 """Tables that a job with parameter servers publishes, and the model that it exports."""
 
+import contextlib
 import os
 import pathlib
+import re
+import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -57,6 +62,48 @@ def test_another_process_has_the_rows_of_a_job_with_servers(tmp_path):
     assert gone and not reader.lookup(sorted(gone)).any()
     served = tf.saved_model.load(tmp_path / "served" / "1")
     np.testing.assert_allclose(served.serve(end["ids"]), end["predicted"], atol=1e-6)
+
+
+@contextlib.contextmanager
+def small_files(size):
+    """Context in which a file cannot be larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.processes
+def test_training_goes_on_where_nothing_can_be_published(tmp_path, caplog):
+    ids = keras.Input((2,), dtype="int64")
+    table = psp.layers.DynamicEmbedding(64, combiner="sum", name="t")
+    model = keras.Model(ids, table(ids))
+    model.compile("sgd", "mse")
+    folder, x, y = tmp_path / "published", np.arange(40).reshape(20, 2), np.ones([20, 64])
+    publish = psp.callbacks.PublishTables(folder, every=1)
+    model.fit(x[:4], y[:4], batch_size=2, verbose=0, callbacks=[publish])
+    reader = psp.serving.TableReader(folder, poll=None)
+    files = sorted(os.listdir(folder))
+    with small_files(1500):
+        model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[publish])
+    said = [text for text in caplog.messages if "publishes nothing for now" in text]
+    assert len(said) == 1 and re.search("rows.npy; the last version.*Make room", said[0])
+    assert sorted(os.listdir(folder)) == files and not reader.refresh() and len(reader) == 8
+    model.fit(x[:2], y[:2], verbose=0, callbacks=[publish])
+    assert reader.refresh()
+    np.testing.assert_array_equal(reader.lookup(table.keys), table.table.numpy())
+
+    script = "import sys, time; from keras_psplus.files import ownership as o;"
+    script += "o.claim(sys.argv[1], 'a job', 'folder'); print(flush=True); time.sleep(99)"
+    args = [sys.executable, "-c", script, str(folder)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(OSError, match="a job of another job.*Received: folder="):
+            model.fit(x, y, verbose=0, callbacks=[publish])
+        other.kill()
+    model.fit(x, y, verbose=0, callbacks=[publish])
 
 
 @pytest.mark.extended

@@ -101,7 +101,7 @@ def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
 
 
 @pytest.mark.parametrize(
-    ("expire", "admit"), [("lru", None), *extended(("unused", None), ("unused", tables.Count(2)))]
+    ("expire", "admit"), extended(("lru", None), ("unused", None), ("unused", tables.Count(2)))
 )
 def test_rows_that_expired_are_used_again(expire, admit):
     table = Servers(admit, EXPIRES[expire][1])
@@ -113,6 +113,7 @@ def test_rows_that_expired_are_used_again(expire, admit):
         assert int(store.admission.candidates.next.numpy()) <= 45
 
 
+@pytest.mark.extended
 def test_a_table_that_resumes_keeps_the_same():
     """Rows come in another order, as files have them."""
     whole, model = Servers(expire=EXPIRES["lru"][1]), Model(1, rows=10)

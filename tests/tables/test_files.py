@@ -116,6 +116,7 @@ def test_all_rows_and_changes_are_those_of_the_moments_of_their_capture(
     assert len(chain.trained) > 2 and state(after) == state(chain.servers)
 
 
+@pytest.mark.extended
 def test_what_was_kept_for_the_last_capture_is_not_written_in_the_next():
     servers = Servers()
     servers.step(*next(batches()))

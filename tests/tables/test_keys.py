@@ -13,7 +13,7 @@ from keras_psplus.tables import keys
 )
 def test_a_row_is_the_same_in_a_graph(kind):
     found = tf.constant(np.random.default_rng(0).integers(-(2**62), 2**62, 50))
-    make = keys.maker(keys.check_initializer(kind(seed=3)), 9)
+    make = keys.maker({"initializer": keys.check_initializer(kind(seed=3)), "dim": 9})
     in_graph = tf.function(make, autograph=False)
     np.testing.assert_array_equal(in_graph(found), make(found))
 

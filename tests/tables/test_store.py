@@ -75,7 +75,9 @@ class Servers:
 
 
 def initial(keys):
-    return initial_rows.maker(INITIALIZER, DIM)(tf.constant(keys, tf.int64)).numpy()
+    return initial_rows.maker({"initializer": INITIALIZER, "dim": DIM})(
+        tf.constant(keys, tf.int64)
+    ).numpy()
 
 
 def batches():

@@ -216,6 +216,23 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     (tmp_path / versions.NAME).write_text(latest)
     rewrite(tmp_path, lambda content: content.update(format=9))
     refused("Received: format=9")
+    for change in (
+        lambda content: content.update(versions=[]),
+        lambda content: content.pop("tables"),
+        lambda content: content["versions"][0]["tables"].clear(),
+        lambda content: content["versions"].append(7),
+    ):
+        (tmp_path / versions.NAME).write_text(latest)
+        rewrite(tmp_path, change)
+        refused(f"in {tmp_path}.*is damaged")
+    for make in (os.mkfifo, os.mkdir):
+        (tmp_path / versions.NAME).unlink()
+        make(tmp_path / versions.NAME)
+        for act in (reader.refresh, lambda: VersionWriter(str(tmp_path), {"t": SPEC})):
+            with pytest.raises(OSError, match="manifest.json, cannot be read.*it is a (FIFO|fol)"):
+                act()
+        check(reader, rows)
+    os.rmdir(tmp_path / versions.NAME)
     (tmp_path / versions.NAME).write_text(latest)
     path = tmp_path / versions.file_name(3, 0, "rows")
     content = path.read_bytes()
@@ -235,5 +252,5 @@ def test_missing_keys_are_what_the_layer_says(tmp_path):
     spec = {**SPEC, "default": "initializer"}
     VersionWriter(str(tmp_path), {"t": spec}).write([changes([7], is_whole=True)], 1)
     found = psp.serving.TableReader(tmp_path, poll=None).lookup([7, 8])
-    expected = initial_rows.maker(spec["initializer"], DIM)(np.array([8])).numpy()[0]
+    expected = initial_rows.maker(spec)(np.array([8])).numpy()[0]
     np.testing.assert_array_equal(found, [[7, 8], expected])

@@ -1,23 +1,22 @@
-"""Elements of datasets: forms that TensorFlow can distribute, and their specifications."""
+"""Elements of datasets: rows of one replica, windows, and reading ahead."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus import datasets
 from keras_psplus.all_reduce.data.same_data import POLICY
 from keras_psplus.core.batch import batches
-from keras_psplus.datasets import rows_before_maps
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import array_slicing, py_dataset_adapter, tree
 
-if TYPE_CHECKING:
-    import keras
-
+# Elements of datasets: forms that TensorFlow can distribute, and their specifications.
 
 # Datasets of arrays in memory, from which each worker gathers its rows.
 #
@@ -99,11 +98,7 @@ def array_dataset(adapter: Any, world: batches.World, seed: int) -> tf.data.Data
 
 
 class SharedShuffle(py_dataset_adapter.PyDataset):
-    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed.
-
-    Args:
-        seed: Int, equal on all workers.
-    """
+    """A `PyDataset` whose batches are shuffled again each epoch, by a shared seed."""
 
     def __init__(self, py_dataset: keras.utils.PyDataset, seed: int) -> None:
         super().__init__(
@@ -244,11 +239,8 @@ class GlobalBatches(NamedTuple):
     how: str
 
 
-def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline | str:
+def pipeline_of(dataset: Any, world: batches.World) -> datasets.Pipeline | str:
     """Takes a dataset apart, if each worker can then map its own rows only.
-
-    Args:
-        dataset: `tf.data.Dataset`, or None for data of other kinds.
 
     Returns:
         `Pipeline`, or why each worker has to map all rows; empty if it has no others.
@@ -256,15 +248,11 @@ def pipeline_of(dataset: Any, world: batches.World) -> rows_before_maps.Pipeline
     if dataset is None or world.local_replicas == world.replicas:
         return ""
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    return rows_before_maps.take_apart(dataset, is_trusted=policy == POLICY.DATA)
+    return datasets.take_apart(dataset, is_trusted=policy == POLICY.DATA)
 
 
 def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> GlobalBatches:
-    """Batches that every worker puts together from all rows, as one process does.
-
-    Args:
-        reason: Why, for the log; may be empty.
-    """
+    """Batches that every worker puts together from all rows, as one process does."""
     spec = dataset.element_spec
 
     def cut(*batch: Any, pads: bool) -> batches.Shards:
@@ -275,16 +263,112 @@ def whole(dataset: tf.data.Dataset, world: batches.World, reason: str) -> Global
     return GlobalBatches(dataset, cut, spec, how)
 
 
-def of_own_rows(
-    pipeline: rows_before_maps.Pipeline, world: batches.World, seed: int
-) -> GlobalBatches:
-    """Batches of which every worker maps its own rows only.
-
-    Args:
-        seed: Int, equal on all workers, that unseeded shuffles are given.
-    """
+def of_own_rows(pipeline: datasets.Pipeline, world: batches.World, seed: int) -> GlobalBatches:
+    """Batches of which every worker maps its own rows only."""
     own_rows = batches.OwnRows(world, pipeline.batch_size, pipeline.is_even)
     # Before the rows are chosen the dataset is the same on all workers, and so are its seeds.
     every_row = seed_shuffles(pipeline.elements, seed)
     dataset = pipeline.of_rows(every_row, own_rows.start, own_rows.most)
     return GlobalBatches(dataset, own_rows.split, pipeline.spec, pipeline.summary)
+
+
+# Batches paired with their successors, so that a step can prefetch the next.
+
+
+class BatchAndNext(NamedTuple):
+    """A replica's batch and the one after it.
+
+    Attributes:
+        batch: `Batch`, or a structure of tensors.
+        following: The data of the batch after it; if there is none, those of `batch`.
+        is_there: Scalar bool, whether the batch after it exists and has rows.
+    """
+
+    batch: Any
+    following: Any
+    is_there: Any
+
+    @property
+    def data(self) -> Any:
+        return data_of(self.batch)
+
+
+def data_of(batch: Any) -> Any:
+    """Tensors of a batch, without its row counts."""
+    return batch.data if isinstance(batch, batches.Batch) else batch
+
+
+def with_next(dataset: tf.data.Dataset, distance: int = 1) -> tf.data.Dataset:
+    """Puts a `BatchAndNext` in the place of each batch, or of each batch of `Shards`.
+
+    Args:
+        distance: How many elements later a replica's next batch comes.
+    """
+    # In optionals, elements of any structure and size can be handed on, and be missing. `scan`
+    # knows them by the one tensor that each of them is.
+    with tf.device("/CPU:0"):
+        none = tf.experimental.Optional.empty(dataset.element_spec)
+
+    def closed(optional: tf.experimental.Optional) -> tf.Tensor:
+        return tf.nest.flatten(optional, expand_composites=True)[0]
+
+    def opened(tensor: tf.Tensor) -> tf.experimental.Optional:
+        return tf.nest.pack_sequence_as(none, [tensor], expand_composites=True)
+
+    @as_it_is
+    def element(batch: Any) -> tf.Tensor:
+        return closed(tf.experimental.Optional.from_value(batch))
+
+    @as_it_is
+    def shifted(before: tuple[tf.Tensor, ...], this: tf.Tensor) -> tuple[Any, Any]:
+        return (*before[1:], this), (before[0], this)
+
+    @as_it_is
+    def joined(this: tf.Tensor, after: tf.Tensor) -> Any:
+        return _joined(opened(this), opened(after))
+
+    # The tuple keeps `map` from taking the batch itself apart.
+    elements = tf.data.Dataset.zip((dataset,)).map(element)
+    elements = elements.concatenate(tf.data.Dataset.from_tensors(closed(none)).repeat(distance))
+    # The first ones have no batch, only one that comes after.
+    pairs = elements.scan((closed(none),) * distance, shifted).skip(distance)
+    return pairs.map(joined)
+
+
+def _joined(this: tf.experimental.Optional, after: tf.experimental.Optional) -> Any:
+    is_there = after.has_value()
+    following = tf.cond(is_there, lambda: after, lambda: this).get_value()
+    this = this.get_value()
+    if not isinstance(this, batches.Shards):
+        return BatchAndNext(this, following, is_there)
+    return batches.Shards(
+        tuple(
+            # A row that does not count is not read.
+            BatchAndNext(batch, after.data, tf.logical_and(is_there, after.local_rows > 0))
+            for batch, after in zip(this.replicas, following.replicas)
+        )
+    )
+
+
+# Batches copied to their GPUs while the step before them is taken.
+
+
+def on_devices(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset
+) -> tf.distribute.DistributedDataset:
+    """Distributes a dataset of `Shards`: each replica's `Batch` comes on its device."""
+
+    @as_it_is
+    def parts(shards: batches.Shards) -> tf.data.Dataset:
+        return dataset_of(batch.with_text() for batch in shards.replicas)
+
+    # The tuple keeps `flat_map` from taking the shards themselves apart.
+    dataset = tf.data.Dataset.zip((dataset,)).flat_map(parts).prefetch(tf.data.AUTOTUNE)
+    extended = strategy.extended
+    asks = extended.experimental_enable_get_next_as_optional
+    # Otherwise workers would ask each other at each step whether there is another batch.
+    extended.experimental_enable_get_next_as_optional = False
+    try:
+        return strategy.distribute_datasets_from_function(lambda _: dataset)
+    finally:
+        extended.experimental_enable_get_next_as_optional = asks

@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import text_table
-from keras_psplus.core.data import seeds
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.core import seeds
+from keras_psplus.datasets import seed_shuffles
 from keras_psplus.keras_internals.keras_parts import (
     array_data_adapter,
     py_dataset_adapter,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 # Facts about a worker's data, and differences between the workers' facts.
-
 
 POLICY = tf.data.experimental.AutoShardPolicy
 UNKNOWN = int(tf.data.experimental.UNKNOWN_CARDINALITY)
@@ -161,10 +160,6 @@ def check_same_in_rows(
 ) -> None:
     """Checks that workers which take the same rows of a batch have the same data.
 
-    Args:
-        ranks: Ranks of the workers among those that divide batches.
-        data: List of the workers' kinds of data and dicts of facts.
-
     Raises:
         ValueError: If the data of two such workers differ. It is raised on every worker.
     """
@@ -201,10 +196,6 @@ def check(
     adapter: Any, kind: str, fingerprints: Sequence[Any], control: ControlPlane, seed: int
 ) -> None:
     """Checks that workers whose data are alike in size have the same.
-
-    Args:
-        fingerprints: `fingerprint_of` on each worker.
-        seed: What decides the order of the data, the same on all workers.
 
     Raises:
         ValueError: If the data differ. It is raised on every worker.

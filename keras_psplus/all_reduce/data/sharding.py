@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data import elements, lookahead, same_data
+from keras_psplus import datasets
+from keras_psplus.all_reduce.data import elements, same_data
+from keras_psplus.all_reduce.data import elements as lookahead
 from keras_psplus.all_reduce.data.elements import (
     GlobalBatches,
     array_dataset,
     as_it_is,
     share_shuffle,
 )
+from keras_psplus.core import seeds
 from keras_psplus.core.batch import batches
-from keras_psplus.core.data import seeds
-from keras_psplus.core.data.data_position import UnknownLength
-from keras_psplus.datasets import service as data_service
-from keras_psplus.datasets.rows_before_maps import Pipeline
-from keras_psplus.datasets.shuffle_seeds import seed_shuffles
+from keras_psplus.core.data_position import UnknownLength
+from keras_psplus.datasets import Pipeline, seed_shuffles
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.log import info_once, logger
 
@@ -85,7 +85,7 @@ def distribute(
         ValueError: If the workers' data cannot be parts of one training.
     """
     kind, facts, source = same_data.describe(adapter)
-    readers = data_service.readers(source)
+    readers = datasets.readers(source)
     world = strategy.extended.world
     pipeline = elements.pipeline_of(source if kind == "dataset" else None, world)
     how_maps_run = pipeline if isinstance(pipeline, str) else pipeline.summary
@@ -137,15 +137,12 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
     """A data adapter's batches, whole, for one replica alone.
 
     They come in the order of `distribute`, unless the script or a service decides it.
-
-    Returns:
-        `tf.data.Dataset`, or the `tf.distribute.DistributedDataset` that the script has made.
     """
     kind, _, source = same_data.describe(adapter)
     if kind == "array":
         shards = array_dataset(adapter, batches.World(0, 1, 1), seed)
         return shards.map(as_it_is(lambda part: part.replicas[0].data))
-    has_own_order = kind == "own" or bool(data_service.readers(source))
+    has_own_order = kind == "own" or bool(datasets.readers(source))
     if not has_own_order:
         share_shuffle(adapter, seed)
     dataset = adapter.get_tf_dataset()
@@ -155,13 +152,12 @@ def of_one_replica(adapter: Any, seed: int) -> Any:
 
 
 def _exchange(strategy: tf.distribute.Strategy, proposal: _Proposal) -> list[_Proposal]:
-    """The workers' `_Proposal`s, in rank order."""
     control = strategy.extended.control
     if not control:
         return [proposal]
     texts = control.exchange("data", json.dumps(proposal))
     proposals = [_Proposal(*json.loads(text)) for text in texts]
-    return [p._replace(readers=[data_service.Reader(*r) for r in p.readers]) for p in proposals]
+    return [p._replace(readers=[datasets.Reader(*r) for r in p.readers]) for p in proposals]
 
 
 def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
@@ -174,7 +170,7 @@ def _check_proposals(given: _Given, proposals: list[_Proposal]) -> None:
     # Without a policy, the script has distributed the dataset.
     policies = {fact.get("policy", "OFF") for fact in facts}
     readers = {name: p.readers for name, p in zip(control.names, proposals, strict=True)}
-    data_service.check_shared(readers, policies == {"OFF"}, given.steps)
+    datasets.check_shared(readers, policies == {"OFF"}, given.steps)
 
 
 def split_eagerly(world: batches.World, batch: Any) -> batches.Shards:
@@ -293,8 +289,8 @@ def _policy_of_shares(
     """TensorFlow's sharding policy for a dataset, and its description for the log."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if readers:
-        data_service.warn_of_restart(readers)
-        return same_data.POLICY.OFF, data_service.description(readers)
+        datasets.warn_of_restart(readers)
+        return same_data.POLICY.OFF, datasets.description(readers)
     all_facts, control = [one.facts for one in proposals], given.strategy.extended.control
     # One process has nobody to differ from, and without a cluster no name.
     who_has = same_data.differences(all_facts, control.names) if all_facts[1:] else ""
@@ -314,7 +310,6 @@ def _policy_of_shares(
 
 
 def _log_distribution(strategy: tf.distribute.Strategy, how: str) -> None:
-    """Logs on the chief how data are distributed, once for data of the same kind."""
     if not strategy.is_chief:
         return
     info_once(

@@ -42,12 +42,7 @@ if TYPE_CHECKING:
 
 
 class Accumulators:
-    """The accumulated gradients of all optimizers of a strategy.
-
-    Args:
-        sum_all: Function of tensors and their Keras variables that sums over the replicas, in
-            replica context.
-    """
+    """The accumulated gradients of all optimizers of a strategy."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, sum_all: Callable[..., list[tf.Tensor]]
@@ -205,11 +200,7 @@ class MirroredUpdates:
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
     ) -> None:
-        """Has the rule divide an optimizer's variables, before the first step.
-
-        Args:
-            variables: All Keras variables that it will be given.
-        """
+        """Has the rule divide an optimizer's variables, before the first step."""
         if not self.policy.local or self._state_of(optimizer).parts is not None:
             return
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():

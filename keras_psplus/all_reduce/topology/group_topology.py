@@ -19,11 +19,7 @@ _ALLOWED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Groups of workers, with fast links inside and slow links between them.
-
-    Attributes:
-        groups: Tuple of groups, each a tuple of workers' numbers in rank order.
-    """
+    """Groups of workers, with fast links inside and slow links between them."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -64,15 +60,6 @@ def get(topology: Any, names: Sequence[str] | None) -> Topology | str:
 
     Returns:
         `"flat"`, `"auto"`, or a `Topology` with the groups in rank order.
-
-    Raises:
-        ValueError: If it is something else, if a worker is unknown, or not in exactly one group, or
-            if the groups are not of one size.
-
-    Example:
-
-    >>> get([[3, "worker-0"], [1, 2]], ["worker-0", "worker-1", "worker-2", "worker-3"])
-    Topology(groups=((0, 3), (1, 2)))
     """
     if topology is None:
         return FLAT
@@ -131,7 +118,6 @@ def _is_list(value: Any) -> bool:
 
 # Compressors of a topology's hops: one inside groups, one between them.
 
-
 WITHIN, BETWEEN = "within", "between"
 
 
@@ -161,9 +147,6 @@ def compressors_per_hop(compression: Any, topology: Topology | str) -> Hops:
     Args:
         compression: What a user gives: one value for the hop between groups, or a dict with
             `"within"` and `"between"`.
-
-    Raises:
-        ValueError: If a compressor is unknown or does not fit its hop, or there is no such hop.
     """
     named = set(compression) & {WITHIN, BETWEEN} if isinstance(compression, dict) else set()
     if not named:

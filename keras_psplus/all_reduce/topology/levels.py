@@ -45,13 +45,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int) -> Levels:
-    """Makes the two hops of a replica.
-
-    Args:
-        launcher: `operations.Launcher` of the replica among all of them.
-        topology: `Topology` of the ranks of all replicas.
-        first_key: Group key from which on `keys_of(topology)` are free.
-    """
+    """Makes the two hops of a replica."""
     number = topology.group_of(rank)
     group = topology.groups[number]
     place = group.index(rank)
@@ -78,12 +72,7 @@ def launcher_like(launcher: Launcher, group_key: int, ranks: Sequence[int]) -> L
 
 
 def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums small tensors over the replicas of this one's group, in replica context.
-
-    Args:
-        levels: `Levels` of each local replica.
-        tensors: List of tensors of static shapes.
-    """
+    """Sums small tensors over the replicas of this one's group, in replica context."""
     context = tf.distribute.get_replica_context()
     if not tf.executing_eagerly():
         return gradients.sum_packed(levels[context._replica_id].within.launcher, tensors)

@@ -105,14 +105,7 @@ def _split(rows: tf.Tensor, cuts: Sequence[Cut]) -> list[tf.Tensor]:
 
 
 def scatter(launcher: Launcher, rows: tf.Tensor) -> tf.Tensor:
-    """Reduce-scatter: sums a matrix with one row per replica; each receives its row.
-
-    Args:
-        rows: Matrix of static shape.
-
-    Returns:
-        Matrix of one row, of the same dtype.
-    """
+    """Reduce-scatter: sums a matrix with one row per replica; each receives its row."""
     size = rows.shape[0]
     received = _exchanged(launcher, rows, size)
     # As in a ring, the sum of what takes two bytes has more on its way.
@@ -129,14 +122,7 @@ def _exchanged(launcher: Launcher, rows: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def gather(launcher: Launcher, row: tf.Tensor, size: int) -> tf.Tensor:
-    """All replicas' rows, in the order of their places.
-
-    Args:
-        row: Matrix of one row, of static shape.
-
-    Returns:
-        Matrix of one row for each replica.
-    """
+    """All replicas' rows, in the order of their places."""
     if row.dtype == tf.float32:
         return launcher.gather(row)
     words = launcher.gather(compression.pack((row,), 1))
@@ -172,14 +158,7 @@ def ranks_by_place(topology: Topology) -> list[int]:
 
 
 class Route:
-    """Reduce-scatter and gathering of matrices of one row for each worker.
-
-    Args:
-        launcher: Collectives of this worker: with groups, those between them.
-        place: Place of this worker among those of the collectives.
-        size: Number of those.
-        within: Hop inside of this worker's group; None if rows go in one hop.
-    """
+    """Reduce-scatter and gathering of matrices of one row for each worker."""
 
     def __init__(
         self, launcher: Launcher, place: int, size: int, within: Hop | None = None

@@ -23,7 +23,6 @@ from keras_psplus.log import info_once, logger
 # hosts without one from `no_grpc_proxy`, or else from `no_proxy`. (The handshake before TensorFlow
 # starts uses none, so that the cluster would seem to be well.)
 
-
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 _MOST_SHOWN = 4
@@ -39,9 +38,6 @@ def bypass(task: TaskConfig, environ: MutableMapping[str, str] | None = None) ->
     """Has the tasks of a cluster talk to each other without a proxy.
 
     Other libraries read `no_proxy`, which stays as it is.
-
-    Args:
-        environ: The environment; `os.environ` by default.
 
     Example:
 
@@ -123,11 +119,7 @@ def find_task_config(
 
 
 def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads the launcher's variables; None without a launcher, or for a single process.
-
-    Raises:
-        ClusterConfigError: If launchers contradict each other.
-    """
+    """Reads the launcher's variables; None without a launcher, or for a single process."""
     chosen = environ.get(CLUSTER_VARIABLE, "")
     if chosen and chosen not in (_NONE, *_READERS):
         raise ClusterConfigError(
@@ -227,11 +219,7 @@ def is_evaluator() -> bool:
 
 
 def refuse_evaluator(strategy: str, task: TaskConfig | None) -> None:
-    """Refuses to make a strategy in a process that is not in the cluster.
-
-    Raises:
-        ClusterConfigError: If the task is an evaluator.
-    """
+    """Refuses to make a strategy in a process that is not in the cluster."""
     if task is not None and task.task_type == EVALUATOR:
         raise ClusterConfigError(
             f"An evaluator is not in the cluster, and has no part in {strategy}. Make the strategy "
@@ -242,11 +230,7 @@ def refuse_evaluator(strategy: str, task: TaskConfig | None) -> None:
 
 
 def refuse_training(method: str) -> None:
-    """Refuses to train in an evaluator: it would train its own model.
-
-    Raises:
-        RuntimeError: If this process is an evaluator.
-    """
+    """Refuses to train in an evaluator: it would train its own model."""
     if is_evaluator():
         raise RuntimeError(
             f"This process is an evaluator, and trains nothing. Where `keras_psplus.task_type() == "

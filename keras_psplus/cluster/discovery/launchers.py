@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_psplus.cluster import handshake
-from keras_psplus.cluster.channel.sessions import JobSecret
+from keras_psplus.cluster.channel import JobSecret
 from keras_psplus.cluster.config import (
     EVALUATOR,
     JOB_TYPES,
@@ -68,9 +68,6 @@ class Ranks:
             environ: The environment: `KERAS_PSPLUS_HOSTS` and `KERAS_PSPLUS_PORT` count more than
                 what the launcher says.
             timeout: Seconds to wait for the others, where processes tell each other their hosts.
-
-        Raises:
-            ClusterConfigError: If hosts are not known, or the variables are wrong.
         """
         text = environ.get(PORT_VARIABLE, "")
         port = number(PORT_VARIABLE, text, 1, 65_535) if text else self.port
@@ -88,15 +85,7 @@ class Ranks:
         return addresses
 
     def within(self, size: int, environ: Mapping[str, str]) -> Ranks:
-        """Returns these processes' ranks in a job that others may join.
-
-        Args:
-            size: Number of ranks of the job, with all workers of the range.
-            environ: The environment, with `KERAS_PSPLUS_FIRST_RANK` in processes that join.
-
-        Raises:
-            ClusterConfigError: If there are not so many ranks.
-        """
+        """Returns these processes' ranks in a job that others may join."""
         if not environ.get(MIN_WORKERS_VARIABLE) or size <= self.size:
             return self
         text = environ.get(FIRST_RANK_VARIABLE) or "0"
@@ -153,11 +142,7 @@ def _bracketed(host: str) -> str:
 
 
 def number(name: str, text: str, least: int, most: int | None = None) -> int:
-    """Returns the value of an environment variable as an int.
-
-    Raises:
-        ClusterConfigError: If it is no whole number, or out of bounds.
-    """
+    """Returns the value of an environment variable as an int."""
     good = text.strip().isascii() and text.strip().isdigit() and int(text) >= least
     if not good or (most is not None and int(text) > most):
         allowed = f"from {least} up" if most is None else f"from {least} to {most}"
@@ -170,11 +155,7 @@ def number(name: str, text: str, least: int, most: int | None = None) -> int:
 def read_pair(
     environ: Mapping[str, str], rank: str, size: str, launcher: str
 ) -> tuple[int, int] | None:
-    """Reads a rank and the number of ranks; None if neither is set.
-
-    Raises:
-        ClusterConfigError: If one is missing, or they do not go together.
-    """
+    """Reads a rank and the number of ranks; None if neither is set."""
     given = {name: environ.get(name, "").strip() for name in (rank, size)}
     if not any(given.values()):
         return None
@@ -202,12 +183,7 @@ def port_of_job(*numbers: int) -> int:
 
 
 def per_host(counts: Sequence[int], hosts: Sequence[str], cyclic: bool) -> tuple[str, ...]:
-    """Returns the host of each rank.
-
-    Args:
-        counts: Number of processes of each host.
-        cyclic: Whether ranks go round the hosts, instead of filling one after the other.
-    """
+    """Returns the host of each rank."""
     if not cyclic:
         return tuple(host for host, count in zip(hosts, counts) for _ in range(count))
     return tuple(
@@ -216,7 +192,6 @@ def per_host(counts: Sequence[int], hosts: Sequence[str], cyclic: bool) -> tuple
 
 
 # Assignment of a job's ranks to chief, workers and parameter servers.
-
 
 LAYOUT_VARIABLE = "KERAS_PSPLUS_LAYOUT"
 _EXAMPLE = "chief:1,worker:4,ps:2"
@@ -231,9 +206,6 @@ def parse(text: str) -> dict[str, int]:
 
     Returns:
         Dict from job types to numbers of tasks, in the order of the text.
-
-    Raises:
-        ClusterConfigError: If the text has another form.
 
     Example:
 
@@ -265,15 +237,7 @@ def text_of(counts: dict[str, int]) -> str:
 
 
 def task_config(counts: dict[str, int], addresses: list[str], rank: int) -> TaskConfig:
-    """Returns what a rank of a job is.
-
-    Args:
-        counts: What `parse` returns.
-        addresses: `host:port` of each rank.
-
-    Raises:
-        ClusterConfigError: If the layout has more tasks or fewer than the job has ranks.
-    """
+    """Returns what a rank of a job is."""
     if sum(counts.values()) != len(addresses):
         raise ClusterConfigError(
             f"The layout has {sum(counts.values())} tasks, but the job has {len(addresses)} "
@@ -303,7 +267,6 @@ def _wrong(text: str, reason: str) -> ClusterConfigError:
 # `KERAS_PSPLUS_LAYOUT` has it. In a JobSet (https://jobset.sigs.k8s.io/docs/concepts/) each kind of
 # task is an Indexed Job, which `KERAS_PSPLUS_ROLE` names; pods are `JOBSET-ROLE-0-INDEX.SUBDOMAIN`.
 
-
 KUBERNETES = "kubernetes"
 SUBDOMAIN_VARIABLE = "KERAS_PSPLUS_SUBDOMAIN"
 ROLE_VARIABLE = "KERAS_PSPLUS_ROLE"
@@ -312,11 +275,7 @@ _PORT = 2222
 
 
 def read_kubernetes(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads an Indexed Job's variables; None outside of one, and for a single pod.
-
-    Raises:
-        ClusterConfigError: If the number of pods, or their names, are not known.
-    """
+    """Reads an Indexed Job's variables; None outside of one, and for a single pod."""
     if _INDEX not in environ:
         return None
     index = number(_INDEX, environ[_INDEX], 0)
@@ -369,7 +328,6 @@ def _of_jobset(environ: Mapping[str, str], index: int, counts: dict[str, int]) -
 
 
 def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, str]:
-    """Common prefix of all pods' names, and their subdomain."""
     name = environ.get("HOSTNAME") or socket.gethostname()
     ending = f"{of_job}-{index}"
     prefix = name.partition(".")[0].removesuffix(ending)
@@ -394,7 +352,6 @@ def _names(environ: Mapping[str, str], of_job: str, index: int) -> tuple[str, st
 # Reference: https://slurm.schedmd.com/srun.html, "Output environment variables". Of a heterogeneous
 # step, `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE` have all components.
 
-
 SLURM = "slurm"
 
 
@@ -402,9 +359,6 @@ def read_slurm(environ: Mapping[str, str]) -> Ranks | None:
     """Reads Slurm's variables; None outside of a job step, and for a single process.
 
     A single process may join a job of a range of workers, whose steps have the ports of step 0.
-
-    Raises:
-        ClusterConfigError: If they do not describe the step.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ:
         return None
@@ -509,7 +463,6 @@ def _shown(environ: Mapping[str, str]) -> str:
 # themselves. Processes on one host need none; otherwise `KERAS_PSPLUS_HOSTS` lists the hosts, or
 # under torchrun the processes contact the first one, at MASTER_ADDR (`exchange_hosts`).
 
-
 TORCHRUN, MPI = "torchrun", "mpi"
 _MPI = (
     # Rank, size, local size, name of the job; launcher.
@@ -522,11 +475,7 @@ _MPI = (
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
-
-    Returns:
-        The processes; None if RANK and WORLD_SIZE are not set, or there is one process.
-    """
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
     pair = read_pair(environ, "RANK", "WORLD_SIZE", "torchrun")
     if pair is None or pair[1] == 1:
         return None
@@ -540,11 +489,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def read_mpi(environ: Mapping[str, str]) -> Ranks | None:
-    """Reads what Open MPI's `mpirun`, or a launcher that speaks PMI, has set.
-
-    Returns:
-        The processes; None if nothing is set, or there is one process.
-    """
+    """Reads what Open MPI's `mpirun`, or a launcher that speaks PMI, has set."""
     for rank, size, local, name, launcher in _MPI:
         pair = read_pair(environ, rank, size, launcher)
         if pair is not None and pair[1] > 1:
@@ -567,7 +512,6 @@ def _local_size(environ: Mapping[str, str], name: str) -> int | None:
 # connections, and answers with all hosts once it knows them. Callers that do not know the job's
 # secret are ignored.
 
-
 _PAUSE, _LOG_EVERY = 0.3, 10.0
 # For those that were told, to say that they have heard it.
 _COURTESY = 10.0
@@ -578,15 +522,6 @@ def exchange_hosts(rank: int, size: int, address: str, timeout: float) -> tuple[
 
     Args:
         address: `host:port` of the first one. It listens there until all know.
-
-    Raises:
-        ClusterConfigError: If the others do not come, or the first one cannot be reached.
-
-    Example:
-
-    ```python
-    exchange_hosts(1, 2, "10.0.0.1:29501", timeout=60)  # in both: ("10.0.0.1", "10.0.0.2")
-    ```
     """
     mine = PeerIdentity(
         _name(rank), "", socket.gethostname(), os.getpid(), f"{os.getpid()}-{time.monotonic_ns()}"

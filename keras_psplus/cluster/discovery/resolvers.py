@@ -24,19 +24,6 @@ def task_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> TaskCon
 
     Returns:
         `TaskConfig`, or None if the resolver knows no cluster.
-
-    Raises:
-        ClusterConfigError: If it fails, does not say which task this is, or names another host.
-
-    Example:
-
-    ```python
-    cluster = tf.train.ClusterSpec({"worker": ["a:2222", "b:2222"]})
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        cluster, task_type="worker", task_id=1
-    )
-    task_of(resolver).name  # "worker-1"
-    ```
     """
     check(resolver)
     received = f"Received: cluster_resolver={type(resolver).__name__}"

@@ -38,11 +38,7 @@ class Account(NamedTuple):
 
 
 class TimeSheet:
-    """Adds up the seconds of this process, and keeps them in a file.
-
-    Args:
-        path: Path of the file; what it has of an earlier start tells which steps are repeated.
-    """
+    """Adds up the seconds of this process, and keeps them in a file."""
 
     def __init__(self, path: pathlib.Path) -> None:
         before = read(path)
@@ -55,23 +51,13 @@ class TimeSheet:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def begin_epoch(self, fit: int, epoch: int) -> None:
-        """Notes that the steps of an epoch begin.
-
-        Args:
-            fit: Number of the `fit`, from 1.
-            epoch: Number of the epoch, from 0.
-        """
+        """Notes that the steps of an epoch begin."""
         self._since = time.time()
         self._began = self._began or self._since
         self._place = float(fit), float(epoch), 0.0
 
     def end_batches(self, batch: int, steps: int) -> None:
-        """Notes that batches of the present epoch are done.
-
-        Args:
-            batch: How many of the epoch.
-            steps: How many since the last call.
-        """
+        """Notes that batches of the present epoch are done."""
         self._place = *self._place[:2], float(batch)
         is_again = self._place <= self._reached
         kind = REPEATED if is_again else TRAINING
@@ -89,11 +75,7 @@ class TimeSheet:
 
     @contextlib.contextmanager
     def spending(self, kind: str) -> Iterator[None]:
-        """Context of something else than steps.
-
-        Args:
-            kind: What it is.
-        """
+        """Context of something else than steps."""
         began, was_on = time.time(), self._since is not None
         try:
             yield
@@ -127,11 +109,7 @@ def read(path: pathlib.Path) -> Account | None:
 
 
 class Goodput:
-    """Shares of the wall time of a job, over all of its starts.
-
-    Args:
-        began: When the job began, in seconds of `time.time()`.
-    """
+    """Shares of the wall time of a job, over all of its starts."""
 
     def __init__(self, began: float) -> None:
         self._began = self._last = began
@@ -140,12 +118,7 @@ class Goodput:
         self._steps = 0.0
 
     def add(self, account: Account | None, ended: float) -> None:
-        """Adds a start of the job that has ended.
-
-        Args:
-            account: `Account` of the task that leads; None if it has not trained.
-            ended: When all tasks had ended.
-        """
+        """Adds a start of the job that has ended."""
         kind = "restart" if self._starts else "start"
         self._starts += 1
         if account is None or account.began < self._last:
@@ -174,7 +147,6 @@ class Goodput:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """A line for people of what `Goodput.summary` returns."""
     parts = []
     for name in ("start", TRACING, "restart", REPEATED, SAVES, EVALUATION, "other"):
         seconds = summary[f"{name}_s"]

@@ -26,7 +26,6 @@ from keras_psplus.log import logger
 
 # JSON-lines file to which the launcher and all tasks of a job append.
 
-
 JSON_LOG_VARIABLE = "KERAS_PSPLUS_JSON_LOG"
 
 
@@ -52,15 +51,10 @@ class JsonLog:
 
     @property
     def path(self) -> str:
-        """The file's absolute path."""
         return self._path
 
     def check(self) -> None:
-        """Makes the file if it is not there.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Makes the file if it is not there."""
         os.close(self._open())
 
     def append(self, event: str, **fields: Any) -> None:
@@ -123,7 +117,6 @@ def _of_other(value: Any) -> Any:
 # belongs to this user alone. The launcher removes its own at the end; one that was killed leaves it
 # behind, for the next one to remove.
 
-
 FOLDER_VARIABLE = "KERAS_PSPLUS_JOB_DIR"
 _JOB, _FAILED, _SERVES = "job.json", ".failed", ".serves"
 
@@ -134,11 +127,7 @@ def root() -> pathlib.Path:
 
 
 def make() -> pathlib.Path:
-    """Makes a folder for a job of this process.
-
-    Raises:
-        OSError: If it cannot be made, or others could write to it.
-    """
+    """Makes a folder for a job of this process."""
     above = root()
     with contextlib.suppress(FileExistsError):
         above.mkdir(mode=0o700)
@@ -163,11 +152,7 @@ def _clear(above: pathlib.Path) -> None:
 
 
 def check(above: pathlib.Path) -> None:
-    """Checks that a folder is this user's alone.
-
-    Raises:
-        OSError: If it is not there, a link, another user's, or others can write to it.
-    """
+    """Checks that a folder is this user's alone."""
     found = os.lstat(above)
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_own or found.st_mode & 0o022:
@@ -183,20 +168,12 @@ def is_running(job: dict[str, Any]) -> bool:
 
 
 def write_job(folder: pathlib.Path, job: dict[str, Any]) -> None:
-    """Writes what the launcher knows of its job.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes what the launcher knows of its job."""
     _replace(folder / _JOB, job)
 
 
 def write_task(folder: pathlib.Path, name: str, state: dict[str, Any]) -> None:
-    """Writes what a task says of itself.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes what a task says of itself."""
     _replace(folder / f"{name}.json", state)
 
 
@@ -206,11 +183,7 @@ def account_of(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def mark_failed(folder: pathlib.Path, name: str) -> None:
-    """Marks a task as failed: its error has been logged, and it may be ended.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Marks a task as failed: its error has been logged, and it may be ended."""
     (folder / f"{name}{_FAILED}").touch()
 
 
@@ -220,11 +193,7 @@ def have_failed(folder: pathlib.Path, names: Iterable[str]) -> bool:
 
 
 def mark_serving(folder: pathlib.Path, name: str) -> None:
-    """Marks a task as serving a chief, without state or messages to save.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Marks a task as serving a chief, without state or messages to save."""
     (folder / f"{name}{_SERVES}").touch()
 
 
@@ -244,9 +213,6 @@ def read_all() -> list[tuple[pathlib.Path, dict[str, Any], dict[str, dict[str, A
 
     Returns:
         List of each one's folder, what its launcher says, and a dict from tasks to what they say.
-
-    Raises:
-        OSError: If the folder of jobs is there, but is not this user's alone.
     """
     above = root()
     if not os.path.lexists(above):
@@ -262,7 +228,6 @@ def read_all() -> list[tuple[pathlib.Path, dict[str, Any], dict[str, dict[str, A
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes the folder of a job that has ended."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -287,14 +252,6 @@ class JobRecord:
 
     A context: at its beginning the job's folder is made, at its end it is removed. A folder that
     cannot be made or written stops nobody.
-
-    Args:
-        command: The script and its arguments.
-        layout: Numbers of tasks by job type.
-        log_dir: Folder of the tasks' logs.
-        json_log: A `JsonLog`, or None.
-        trace_to: Path of a trace and its number of steps, or None.
-        min_workers: How many of the workers are always there, if others come and go; else None.
     """
 
     def __init__(
@@ -364,11 +321,7 @@ class JobRecord:
         return variables
 
     def begin_attempt(self, restart: int) -> None:
-        """Notes that all tasks are about to be started.
-
-        Args:
-            restart: How often they were before.
-        """
+        """Notes that all tasks are about to be started."""
         self._job["restart"] = restart
         if self._folder is not None:
             forget_marks(self._folder)
@@ -377,11 +330,7 @@ class JobRecord:
             self._append("job_restarted", restart=restart)
 
     def task_started(self, name: str, pid: int, restart: int) -> None:
-        """Notes that a task was started.
-
-        Args:
-            restart: How often tasks of the job, or all of it, were started again before.
-        """
+        """Notes that a task was started."""
         task = {
             "pid": pid,
             "birth": process_identity.birth_of(pid),
@@ -403,7 +352,6 @@ class JobRecord:
         return self._folder is not None and is_serving(self._folder, name)
 
     def task_ended(self, name: str, code: int) -> None:
-        """Records a task's end: an exit code, or a signal if it is negative."""
         with self._lock:
             self._job["tasks"][name]["exit_code"] = code
             self._last_end = time.time()
@@ -411,11 +359,7 @@ class JobRecord:
         self._write()
 
     def job_ended(self, code: int, log: Callable[[str], None]) -> None:
-        """Notes the end of the job.
-
-        Args:
-            log: Function that takes a line on its goodput, if it has trained.
-        """
+        """Notes the end of the job."""
         if self._trace_to is not None and self._parts is not None:
             try:
                 merged = trace.merge(pathlib.Path(self._parts.name))
@@ -430,7 +374,6 @@ class JobRecord:
             log(goodput.describe(summary))
 
     def _note_account(self) -> None:
-        """Adds the start that has ended to the job's goodput."""
         if self._folder is not None:
             account = goodput.read(account_of(self._folder, self._leads))
             self._has_trained |= account is not None
@@ -455,7 +398,6 @@ class JobRecord:
 
 # Requests to the launcher of a running job, by files in the job's folder.
 
-
 _REQUEST, _ANSWER = ".request", ".answer"
 _POLL_SECONDS = 0.05
 
@@ -466,9 +408,6 @@ class RequestError(Exception):
 
 def ask(folder: pathlib.Path, what: str, timeout: float) -> str:
     """Asks the launcher of a job for something.
-
-    Args:
-        timeout: Seconds to wait for the answer.
 
     Raises:
         RequestError: If it is refused, or there is no answer.

@@ -23,20 +23,12 @@ _Name = TypeVar("_Name")
 
 
 def check_stall_warning(stall_warning: float | None) -> float | None:
-    """Returns the argument `stall_warning`.
-
-    Raises:
-        ValueError: If it is neither None nor a positive number.
-    """
+    """Returns the argument `stall_warning`."""
     return seconds("stall_warning", stall_warning, or_none=True)
 
 
 class WarningSchedule:
-    """Schedule of warnings about a long wait: at a limit, and at each doubling.
-
-    Args:
-        limit: Seconds; None for never.
-    """
+    """Schedule of warnings about a long wait: at a limit, and at each doubling."""
 
     def __init__(self, limit: float | None) -> None:
         self._next = float("inf") if limit is None else limit
@@ -82,11 +74,7 @@ class StallProbe:
         return {entered: PendingWait(f"{self._who} at {at}", lambda: self.describe(entered))}
 
     def describe(self, entered: int) -> str:
-        """Describes what a step waits for, and who is missing.
-
-        Args:
-            entered: The step's number, `Progress.entered`.
-        """
+        """Describes what a step waits for, and who is missing."""
         raise NotImplementedError
 
 
@@ -138,12 +126,7 @@ class Inspector:
 
 
 def unresponsive_tasks(addresses: Mapping[_Name, str]) -> list[_Name]:
-    """Names of the tasks whose servers do not respond: dead, hanging or cut off.
-
-    Args:
-        addresses: Dict from names, or numbers, to addresses of tasks that run one of gRPC's
-            servers.
-    """
+    """Names of the tasks whose servers do not respond: dead, hanging or cut off."""
     if not addresses:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:
@@ -154,14 +137,7 @@ def unresponsive_tasks(addresses: Mapping[_Name, str]) -> list[_Name]:
 
 
 def slow_tasks(addresses: Mapping[str, str]) -> dict[str, float]:
-    """Tasks whose servers answer much later than the others': they or their links are slow.
-
-    Args:
-        addresses: As of `unresponsive_tasks`.
-
-    Returns:
-        Dict from names to the seconds that the answer took.
-    """
+    """Tasks whose servers answer much later than the others': they or their links are slow."""
     if len(addresses) < 2:
         return {}
     with concurrent.futures.ThreadPoolExecutor(min(16, len(addresses))) as pool:

@@ -165,9 +165,6 @@ def apart(times: Mapping[str, StepTimes]) -> dict[str, StepTimes]:
     """Means of one step, with time in collectives divided into link and waiting for others.
 
     The last to arrive waits for nobody: its time is the link's.
-
-    Args:
-        times: Dict from tasks to `StepTimes`.
     """
     means = {name: each.per_step() for name, each in times.items() if each.steps}
     least = min((each.meets for each in means.values()), default=0.0)
@@ -180,11 +177,7 @@ def apart(times: Mapping[str, StepTimes]) -> dict[str, StepTimes]:
 
 
 def slowest(times: Mapping[str, StepTimes]) -> Slowest | None:
-    """The task that holds the others up; None if all are about alike.
-
-    Args:
-        times: Dict from tasks that train to the `StepTimes` of the same steps.
-    """
+    """The task that holds the others up; None if all are about alike."""
     means = _with_links(apart(times))
     workers = {name: each for name, each in means.items() if each.seconds}
     if not workers:
@@ -308,11 +301,7 @@ _Key = tuple[tuple[str, int], tuple[str, int]]
 
 
 class PeerConnections:
-    """Totals of sending by peer, of connections that come and go.
-
-    Args:
-        addresses: Dict from names of the peers to their `host:port`.
-    """
+    """Totals of sending by peer, of connections that come and go."""
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self._names: dict[str, str | None] = {}

@@ -20,13 +20,7 @@ from keras_psplus.log import logger
 
 
 class TaskReport:
-    """Writer of a task's reports: a state file, and lines in the JSON log.
-
-    Args:
-        folder: Folder of the job, or None.
-        log: A `JsonLog`, or None.
-        restart: How often the job was started before.
-    """
+    """Writer of a task's reports: a state file, and lines in the JSON log."""
 
     def __init__(
         self, name: str, folder: pathlib.Path | None, log: JsonLog | None, restart: int = 0
@@ -48,12 +42,7 @@ class TaskReport:
             return None
 
     def steps(self, times: Mapping[str, StepTimes], **figures: Any) -> None:
-        """Says how far training is.
-
-        Args:
-            times: Dict from tasks to the `StepTimes` of the steps that are summed up.
-            **figures: Step, epoch, loss and so on.
-        """
+        """Says how far training is."""
         parts = {name: each.per_step().to_json() for name, each in times.items() if each.steps}
         self._append("steps", **figures, parts=parts)
         packed = {name: each.packed() for name, each in times.items()}
@@ -62,40 +51,21 @@ class TaskReport:
     def epoch_end(
         self, step: int, epoch: int, logs: dict[str, Any], steps_by_worker: list[int] | None = None
     ) -> None:
-        """Says that an epoch is over.
-
-        Args:
-            step: Number of steps up to now.
-            epoch: Number of the epoch, from 1.
-            logs: What its callbacks get.
-            steps_by_worker: Under parameter servers, steps of the epoch by worker.
-        """
+        """Says that an epoch is over."""
         more = {} if steps_by_worker is None else {"steps_by_worker": steps_by_worker}
         self._append("epoch_end", step=step, epoch=epoch, loss=logs.get("loss"), logs=logs, **more)
 
     def step_times(
         self, epoch: int, times: Mapping[str, StepTimes], slowest: Slowest | None
     ) -> None:
-        """Says what the steps of an epoch went to, for all tasks.
-
-        Args:
-            epoch: Number of the epoch, from 1.
-            times: Dict from tasks to means of their steps.
-            slowest: The task that held the others up, or None.
-        """
+        """Says what the steps of an epoch went to, for all tasks."""
         found = None if slowest is None else slowest.to_json()
         tasks = {name: each.to_json() for name, each in times.items()}
         servers = step_times.by_server(times)
         self._append("step_times", epoch=epoch, tasks=tasks, servers_ms=servers, slowest=found)
 
     def evaluation(self, checkpoint: str, step: int, logs: dict[str, Any]) -> None:
-        """Says what an evaluator has found.
-
-        Args:
-            checkpoint: Name of the file.
-            step: Number of the optimizer's steps in it.
-            logs: Results of `evaluate`.
-        """
+        """Says what an evaluator has found."""
         loss = logs.get("loss")
         self._append("evaluation", step=step, loss=loss, checkpoint=checkpoint, logs=logs)
         self._update(steps={"step": step, "loss": loss})
@@ -113,13 +83,7 @@ class TaskReport:
                 job.mark_serving(self._folder, self._name)
 
     def stall(self, what: str, waited: float, described: str) -> None:
-        """Says that this task has waited for long.
-
-        Args:
-            what: Who waits, and at which step.
-            waited: Seconds up to now.
-            described: For what, and for whom.
-        """
+        """Says that this task has waited for long."""
         seconds = round(waited, 1)
         self._append("stall", seconds=seconds, message=f"{what} waits for {described}")
         stall = {"timestamp": now(), "seconds": seconds, "message": described, "is_over": False}
@@ -153,11 +117,7 @@ def is_wanted() -> bool:
 
 
 def spending(kind: str) -> contextlib.AbstractContextManager[None]:
-    """Context of something else than steps, in the account of this process.
-
-    Args:
-        kind: What it is, such as `goodput.SAVES`.
-    """
+    """Context of something else than steps, in the account of this process."""
     report = current()
     time_sheet = None if report is None else report.time_sheet
     return contextlib.nullcontext() if time_sheet is None else time_sheet.spending(kind)

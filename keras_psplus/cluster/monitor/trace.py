@@ -47,11 +47,6 @@ class Span(NamedTuple):
 class TraceRecorder:
     """Keeps the spans of some steps of tasks, and writes them to a file.
 
-    Args:
-        path: Path of the file; of a folder, for a file of this process in it.
-        task: Name of this process's task.
-        steps: Number of steps of each task.
-
     Attributes:
         collective: Variable of a step's graph: when the last sum of gradients began and ended.
     """
@@ -72,11 +67,7 @@ class TraceRecorder:
     def add(
         self, task: str, spans: Iterable[Span], others: Mapping[str, Iterable[Span]] | None = None
     ) -> None:
-        """Adds a step.
-
-        Args:
-            others: Dict from other tasks to their `Span`s of this step.
-        """
+        """Adds a step."""
         with self._lock:
             self._seen[task] += 1
             number = self._seen[task] - _WARM_UP
@@ -99,11 +90,7 @@ class TraceRecorder:
 
 
 def merge(folder: pathlib.Path) -> dict[str, Any]:
-    """Merges what the tasks of a job have left in a folder.
-
-    Returns:
-        A trace, as Perfetto opens it.
-    """
+    """Merges what the tasks of a job have left in a folder."""
     spans: dict[str, list[tuple[int, Span]]] = {}
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # of a task that was killed

@@ -60,21 +60,7 @@ def disarm() -> None:
 
 
 def check_not_initialized(what: str) -> None:
-    """Checks that TensorFlow's runtime is not started yet.
-
-    Example:
-
-    ```python
-    check_not_initialized("MultiWorkerMirroredStrategy")
-    ```
-
-    Args:
-        what: What is about to be made, for the message.
-
-    Raises:
-        RuntimeError: If the runtime runs; the message shows the call that
-            started it.
-    """
+    """Checks that TensorFlow's runtime is not started yet."""
     if _tf_context.context()._context_handle is None:
         return
     if _state.frames:
@@ -122,11 +108,7 @@ _HARMLESS = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def warn(environ: Mapping[str, str]) -> None:
-    """Warns of variables of TensorFlow that this process's script has set, if it started warm.
-
-    Args:
-        environ: The environment when the script had imported this library.
-    """
+    """Warns of variables of TensorFlow that this process's script has set, if it started warm."""
     if WARM_START not in sys.modules:
         return
     before = sys.modules[WARM_START].environ

@@ -26,9 +26,6 @@ def keep_freed_memory() -> bool:
     than it has processors. A user chooses by the environment variables that glibc reads,
     `MALLOC_TRIM_THRESHOLD_`, `MALLOC_TOP_PAD_`, `MALLOC_MMAP_THRESHOLD_`, `MALLOC_ARENA_MAX` and
     `GLIBC_TUNABLES`. With another C library, or another `malloc`, this does nothing.
-
-    Returns:
-        Whether it was told.
     """
     return _tell(
         {
@@ -47,9 +44,6 @@ def keep_little_freed_memory() -> bool:
     For processes that have to be small. Messages of a step still find pages that the kernel has
     cleared: with everything returned at once, they took half of a step's time. The user's settings
     are kept, as by `keep_freed_memory`, which this takes back.
-
-    Returns:
-        Whether it was told.
     """
     return _tell({_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 16 << 20})
 

@@ -17,7 +17,6 @@ from keras_psplus.log import logger
 
 # SIGTERM to a process that trains, or serves one that does.
 
-
 EXIT_CODE = 128 + signal.SIGTERM
 # Seconds that a task has to save the job after SIGTERM; 0 for none. Not set: as long as it takes.
 GRACE_VARIABLE = "KERAS_PSPLUS_GRACE"
@@ -29,11 +28,7 @@ _LINE_SECONDS = 1.0
 
 
 def grace_seconds() -> float:
-    """Seconds of grace by the environment; infinity if it sets none.
-
-    Raises:
-        ValueError: If it is not a number of seconds.
-    """
+    """Seconds of grace by the environment; infinity if it sets none."""
     text = os.environ.get(GRACE_VARIABLE) or "inf"
     try:
         seconds = float(text)
@@ -196,12 +191,7 @@ SIGNAL = _Signal()
 
 
 class _Exits:
-    """Arguments of `sys.exit` since recording began.
-
-    Attributes:
-        is_watching: Whether calls are noted.
-        codes: List of the arguments, in order.
-    """
+    """Arguments of `sys.exit` since recording began."""
 
     def __init__(self) -> None:
         self.is_watching = False

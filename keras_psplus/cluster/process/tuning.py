@@ -56,9 +56,6 @@ def server_config(workers: int) -> config_pb2.ConfigProto:
     done, also while it waits for the worker's messages. With no thread left, nothing would make
     progress: reads of one worker would wait for those of another, or all without end. The threads
     that wait use no processor time.
-
-    Args:
-        workers: Number of workers whose functions it runs.
     """
     config = config_pb2.ConfigProto()
     given = os.environ.get("TF_NUM_INTEROP_THREADS", "")

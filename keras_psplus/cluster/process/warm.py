@@ -80,17 +80,7 @@ class WarmPython:
     def start(
         self, argv: Sequence[str], environ: Mapping[str, str], has_input: bool = False
     ) -> WarmProcess:
-        """Runs a script that ends with this process, as the leader of its own session.
-
-        Args:
-            has_input: Whether it can be written to; otherwise it reads nothing.
-
-        Returns:
-            A `WarmProcess`, whose `stdout` has what it says on both streams.
-
-        Raises:
-            WarmStartError: If the modules could not be imported.
-        """
+        """Runs a script that ends with this process, as the leader of its own session."""
         their_input, own_input = os.pipe() if has_input else (os.open(os.devnull, os.O_RDONLY), -1)
         own_output, their_output = os.pipe()
         try:
@@ -118,17 +108,7 @@ class WarmPython:
         ends_with_parent: bool = True,
         folder: str | None = None,
     ) -> int:
-        """Runs a script in a forked child process; returns its process id.
-
-        Args:
-            files: Descriptors of its standard input, output and error.
-            is_leader: Whether it leads its own session.
-            ends_with_parent: Whether it is killed when this process ends.
-            folder: Its working directory; this process's own by default.
-
-        Raises:
-            WarmStartError: If the modules could not be imported.
-        """
+        """Runs a script in a forked child process; returns its process id."""
         request = {
             "argv": list(argv),
             "environ": dict(environ),
@@ -188,12 +168,7 @@ class WarmPython:
 
 
 class WarmProcess:
-    """A fork of a `WarmPython`, as `subprocess.Popen` shows processes.
-
-    Args:
-        stdin: File to write to, or None.
-        stdout: File of what it says.
-    """
+    """A fork of a `WarmPython`, as `subprocess.Popen` shows processes."""
 
     def __init__(self, pid: int, stdin: IO[bytes] | None, stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from keras_psplus.cluster.environment import RESTART_VARIABLE, TOKEN_VARIABLE
 from keras_psplus.cluster.process import signals
+from keras_psplus.core import seeds
 from keras_psplus.core.base import optimizers
-from keras_psplus.core.data import seeds
 from keras_psplus.core.jobs import failure
 from keras_psplus.files import ownership
 from keras_psplus.files.replace import sync

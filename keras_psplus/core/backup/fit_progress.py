@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from keras_psplus.core import data_position, seeds
 from keras_psplus.core.backup import backup_files, fit_calls, training_state
 from keras_psplus.core.backup.backup_files import TRAINING
 from keras_psplus.core.backup.training_state import TrainingState
 from keras_psplus.core.base import optimizers
-from keras_psplus.core.data import data_position, seeds
 from keras_psplus.files import ownership
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
 from keras_psplus.keras_internals.keras_parts import file_utils

@@ -33,13 +33,7 @@ def check_compile_arguments(
     arguments: Mapping[str, Any],
     can_run_eagerly: bool,
 ) -> None:
-    """Checks the arguments of `compile()`.
-
-    Raises:
-        ValueError: If what the strategy cannot run eagerly is asked for, an optimizer or a metric
-            belongs to another scope, gradients would be accumulated twice, or a layer keeps states
-            of the batch's rows.
-    """
+    """Checks the arguments of `compile()`."""
     check_stateful_layers(strategy, model)
     if arguments.get("run_eagerly") and not can_run_eagerly:
         raise ValueError(
@@ -143,7 +137,6 @@ def _check_in_scope(
 
 
 # Requested placement of the tables of KerasRS's `DistributedEmbedding`.
-
 
 PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
 # What KerasRS calls the places that `HybridStrategy` knows by other names.

@@ -143,7 +143,6 @@ def _function(value: Any) -> Any:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Named objects of a function's closure, globals and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents
@@ -297,7 +296,6 @@ def averaged_with_weights(
 # `compile()` was given is built before the first step. Those of a train_step's own are built here,
 # by what the backup says of them.
 
-
 _KIND, _TRAINS, _VARIABLES = "class", "trains", "variables"
 
 
@@ -315,11 +313,7 @@ def describe(model: keras.Model) -> dict[str, Any]:
 
 
 def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[str, Any]) -> None:
-    """Builds optimizers that were built when the backup was made; in each process alike.
-
-    Args:
-        described: What `describe` has returned then.
-    """
+    """Builds optimizers that were built when the backup was made; in each process alike."""
     own = reached_optimizers(model)
     places = None
     for name, of_backup in described.items():
@@ -335,15 +329,7 @@ def build(strategy: tf.distribute.Strategy, model: keras.Model, described: dict[
 
 
 def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str] | None:
-    """Finds what differs between a model's optimizers and those of a backup.
-
-    Args:
-        model: The model, when `build` has built its optimizers.
-        described: What `describe` has returned for the backup's.
-
-    Returns:
-        Two texts, of the model and of the backup, or None if they are the same.
-    """
+    """Finds what differs between a model's optimizers and those of a backup."""
     own = describe(model)
     for name in sorted({*own, *described}):
         ours, theirs = own.get(name), described.get(name)
@@ -356,14 +342,7 @@ def difference(model: keras.Model, described: dict[str, Any]) -> tuple[str, str]
 
 
 def check_reached(model: keras.Model, used: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Sees that all optimizers of a step can be restored in another process.
-
-    Args:
-        used: The optimizers that steps have built.
-
-    Raises:
-        ValueError: If one of them, or a variable that it trains, is not reached from the model.
-    """
+    """Sees that all optimizers of a step can be restored in another process."""
     reached = {id(unwrapped(one)) for one in optimizers_of(model).values()}
     places, lost = _places(model), []
     for one in map(unwrapped, used):

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 # Values and flags that one thread has for as long as a context lasts.
 
-
 T = TypeVar("T")
 
 
@@ -34,16 +33,7 @@ class ThreadValue(Generic[T]):
 
 
 class ThreadFlag:
-    """False, except in threads that are in one of its contexts.
-
-    Example:
-
-    ```python
-    saving = ThreadFlag()
-    with saving.raised():
-        assert saving
-    ```
-    """
+    """False, except in threads that are in one of its contexts."""
 
     def __init__(self) -> None:
         self._value = ThreadValue[bool]()

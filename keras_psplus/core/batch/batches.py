@@ -37,10 +37,6 @@ class LastRow:
     def padded(self, data: Any, rows: int | tf.Tensor, replica: Any) -> Any:
         """Pads an empty batch of a replica with the last row that it had.
 
-        Args:
-            data: Structure of tensors.
-            replica: What tells this replica from the others of this process.
-
         Returns:
             Structure of tensors with at least one row. It is as in `padded` if there was none
             before, and where tensors are sparse or ragged.
@@ -245,12 +241,7 @@ class OwnRows(NamedTuple):
         return tf.maximum(tf.minimum(first, rows - self.most), 0)
 
     def split(self, rows: tf.Tensor, data: Any, pads: bool = True) -> Shards:
-        """Cuts the worker's rows into its `Shards`, as `split` does with the global batch.
-
-        Args:
-            rows: 1-D tensor of equal values, the number of rows of the global batch.
-            pads: Whether a replica without rows gets one that does not count.
-        """
+        """Cuts the worker's rows into its `Shards`, as `split` does with the global batch."""
         of_batch = self.batch_size if self.is_even else rows[0]
         return _shards(data, self.world, of_batch, pads, self.start(of_batch))
 

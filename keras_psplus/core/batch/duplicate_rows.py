@@ -48,9 +48,6 @@ def summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 def looked_up(ids: tf.Tensor) -> tf.Tensor | None:
     """Vector whose distinct values are `ids`, if the graph shows it.
 
-    Args:
-        ids: Integer vector.
-
     Returns:
         That vector, or None if `ids` may have duplicates.
     """
@@ -99,9 +96,6 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
 def forms_of(gradients: Grads, variables: Sequence[Any]) -> list[Form | None]:
     """Types of gradients to accumulate, with what turns rows of batches into those of one.
 
-    Args:
-        gradients: The gradients; some may lack a static shape.
-
     Returns:
         List with the `Form` of each gradient, None for None.
     """
@@ -146,12 +140,7 @@ def _is_length(op: tf.Operation) -> bool:
 
 
 def _by_place(slices: tf.IndexedSlices, counts: tf.Tensor, keeps_size: bool) -> tf.IndexedSlices:
-    """Sum of gradients of parts with the same ids; those without rows have none.
-
-    Args:
-        counts: Rows of each part, the same vector on all replicas.
-        keeps_size: As for `whole_of`.
-    """
+    """Sum of gradients of parts with the same ids; those without rows have none."""
     places = tf.reduce_max(counts)
     is_same = tf.reduce_all(tf.logical_or(counts == places, counts == 0))
     size = tf.size(slices.indices)
@@ -191,11 +180,7 @@ def distinct(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSl
 def summed_for(
     optimizer: Any, gradient: tf.Tensor | tf.IndexedSlices | None
 ) -> tf.Tensor | tf.IndexedSlices | None:
-    """A gradient as `summed`, if an optimizer's update is the same; else as it is.
-
-    Args:
-        optimizer: Keras optimizer, or anything else, for which nothing is known.
-    """
+    """A gradient as `summed`, if an optimizer's update is the same; else as it is."""
     if not isinstance(gradient, tf.IndexedSlices) or gradient.dtype not in _DTYPES:
         return gradient
     return summed(gradient) if _is_linear(optimizer) else gradient

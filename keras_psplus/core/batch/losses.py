@@ -222,7 +222,14 @@ def call_layer(original: Callable[..., Any], layer: keras.Layer, *args: Any, **k
 def moments(call: Call) -> Any:
     """Mean and variance of the entries that the mask leaves, as Keras's `_moments` has them."""
     layer, inputs, mask = call.owner, call.get("inputs"), call.get("mask")
-    context = tf.distribute.get_replica_context()
+    context, step = tf.distribute.get_replica_context(), current_step_with_batch_fraction()
+    if layer.synchronized and step is not None and not step.can_sum:
+        raise ValueError(
+            'With `mode="sync"`, workers cannot ask each other within a step, and no statistics '
+            "are of all their rows. Leave `synchronized=True` out, so that each takes those of its "
+            "own rows, or use MultiWorkerMirroredStrategy or HybridStrategy. "
+            f"Received: the layer '{layer.name}' with synchronized=True"
+        )
     if mask is None or not layer.synchronized or context is None:
         return call.proceed()
     is_there = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))

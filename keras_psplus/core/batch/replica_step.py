@@ -37,9 +37,6 @@ def current_step() -> ReplicaStep | None:
 class ReplicaStep:
     """Context of one replica's part of one step.
 
-    Args:
-        engine: `keras_psplus.engine.Engine` of the strategy that takes the step.
-
     Attributes:
         can_sum: Whether replicas can ask each other during the step.
         metric_losses: `MetricLosses` of the step.

@@ -24,7 +24,6 @@ from keras_psplus.core.graph.subgraph import Subgraph, nodes_of
 # What else goes into such a log is averaged over the replicas first, as logs of a replica's own
 # are.
 
-
 _READS = ("ReadVariableOp", "VariableShape", "VarIsInitializedOp")
 _UPDATED_AFTER = "the metric is updated after it is read"
 _CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
@@ -108,7 +107,6 @@ class MetricLogs:
                 )
 
     def _why_not(self, part: Subgraph, wanted: set[Any], early: set[Any]) -> str | None:
-        """Reason why a part of the graph must not be repeated, or None."""
         if early & _used(part, wanted):
             return _UPDATED_AFTER
         if _depends_on_rows(part) and not self._can_average:
@@ -116,7 +114,6 @@ class MetricLogs:
         return next(filter(None, map(self._why_not_operation, part.operations)), None)
 
     def _why_not_operation(self, operation: tf.Operation) -> str | None:
-        """Reason why an operation must not be repeated, or None."""
         handles = [t for t in operation.inputs if any(t is handle for handle in self._handles)]
         if handles and _writes(operation):
             return "it is computed in a function that changes the metric"
@@ -140,9 +137,6 @@ class MetricLogs:
             read: Tensors in the place of what was read, in the order of `reads`.
             inputs: Tensors in the place of `inputs`.
             handles: Handles in the place of those of the states, if it is in another graph.
-
-        Returns:
-            Dict of the logs called `names`.
         """
         values = {one.tensor.ref(): value for one, value in zip(self.reads, read)}
         values |= {one.ref(): value for one, value in zip(self.inputs, inputs)}
@@ -193,7 +187,6 @@ def _writes(operation: tf.Operation) -> bool:
 # the values of all replicas add up to it (`core/batch/losses.py`). A metric of a user's own adds
 # its loss to a state, which is summed over replicas beside a count of its own. So there a loss is
 # what it is. Keras's `Mean` and `Sum` are given the number of the global batch again.
-
 
 _FUNCTIONS = keras.metrics.MeanMetricWrapper
 

@@ -31,9 +31,6 @@ _STATEFUL = "StatefulPartitionedCall", "If", "While", "Case"
 class TapeCall:
     """Gradients of one call of a tape, and the placeholders returned for them.
 
-    Args:
-        grads: List of tensors, `tf.IndexedSlices` or None.
-
     Attributes:
         parts: List of the gradients, without None.
         graph: The graph that the stand-ins are in, None for eager tensors.
@@ -77,11 +74,7 @@ class TapeCall:
         return contextlib.nullcontext() if self.graph is None else self.graph.as_default()
 
     def is_used(self, outputs: Sequence[Any] = ()) -> bool:
-        """Whether anything uses a stand-in where it can still be replaced.
-
-        Args:
-            outputs: The outputs of its graph, which may be stand-ins.
-        """
+        """Whether anything uses a stand-in where it can still be replaced."""
         returned = {id(tensor) for tensor in outputs}
         return not self._is_finished and any(
             tensor.consumers() or id(tensor) in returned for tensor in self._tensors
@@ -329,7 +322,6 @@ def _captured(op: tf.Operation) -> list[tf.Tensor]:
 #
 # Their mean over the replicas is right for what is linear in them, as a mean over micro-batches,
 # and for what is computed row by row, but a norm of one replica's is none of the global batch's.
-
 
 _LOOPS = "While", "StatelessWhile"
 # Types of operations that are linear in all inputs.

@@ -27,11 +27,7 @@ INHERITED = object()
 
 @dataclasses.dataclass
 class Segment:
-    """Part of a model's graph.
-
-    Attributes:
-        operations: Its operations, in their order.
-    """
+    """Part of a model's graph."""
 
     kind: Hashable
     operations: list[Any]
@@ -60,15 +56,7 @@ def nodes_in_order(function: Any) -> list[Any]:
 
 
 def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
-    """Cuts a graph into segments.
-
-    Args:
-        function: `keras.Function` or functional model.
-        kind_of: Function of an operation that returns its kind, or `INHERITED`.
-
-    Returns:
-        List of segments, in an order in which they can run.
-    """
+    """Cuts a graph into segments."""
     # By ids of tensors; what the graph is given has no place.
     places: dict[int, tuple[int, Hashable]] = {}
     members: dict[tuple[int, Hashable], list[Any]] = {}
@@ -100,7 +88,6 @@ def split(function: Any, kind_of: Callable[[Any], Hashable]) -> list[Segment]:
 
 
 # Functions called by operations of a graph, and the data flow in them.
-
 
 ATTRIBUTES = ("f", "then_branch", "else_branch", "branches", "body", "cond")
 # Whose first input is the condition.

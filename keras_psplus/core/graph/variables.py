@@ -14,11 +14,7 @@ from keras_psplus.tf_internals import record, resource_variable_ops
 
 
 def made_outside(value: Callable[[], Any], device: str = "CPU:0") -> tf.Variable:
-    """Variable for what a step counts, made outside of the graph that is being traced.
-
-    Args:
-        value: Function of no arguments that returns its first value.
-    """
+    """Variable for what a step counts, made outside of the graph that is being traced."""
     with ops.init_scope(), ops.device(device):
         return resource_variable_ops.ResourceVariable(value(), trainable=False)
 
@@ -44,9 +40,6 @@ def shape_to_be(variable: keras.Variable, value: Any) -> tuple[int, ...] | None:
 
     Args:
         value: Its initial value, or a function that returns it.
-
-    Returns:
-        None if it is not known yet.
     """
     shape: tuple[int, ...] | None = variable._shape
     if shape is not None or callable(value):

@@ -12,8 +12,7 @@ import tensorflow as tf
 from keras_psplus.core.base.threads import BackgroundWriter
 from keras_psplus.files import tables as shard_files
 from keras_psplus.files.tables import STEM, chains, name_of
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
-from keras_psplus.hybrid.server.shard import TableShard
+from keras_psplus.hybrid.server.shard import DynamicShard, TableShard
 from keras_psplus.tables import files as dynamic_files
 
 # What this module and TensorFlow's operations for it write.

@@ -1,8 +1,10 @@
-"""One parameter server's rows of one table, and the methods by which workers reach them.
+"""One parameter server's rows of a table, plain or dynamic, and methods of these.
 
-Row `r` of the table is row `r // servers` on server `r % servers`, so that a range of frequent ids
-is shared out between them.
+Row `r` of a table is row `r // servers` on server `r % servers`, so that a range of frequent ids
+is shared out between them. Keys of a dynamic table are shared out by their hashes.
 """
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable
@@ -13,10 +15,22 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
-from keras_psplus.hybrid.rows import MissingUpdates, RowCodec, RowUndoLog, make_variable
+from keras_psplus.hybrid.rows import (
+    MESSAGE_BYTES,
+    MissingUpdates,
+    RowCodec,
+    RowUndoLog,
+    make_variable,
+)
+from keras_psplus.tables import files, snapshot
+from keras_psplus.tables.chunks import ChunkedRows
 from keras_psplus.tables.row_optimizer import RowOptimizer
+from keras_psplus.tables.store import RowStore
 
 _INT, _LONG, _FLOAT = tf.int32, tf.int64, tf.float32
+# A first row and a count, or one past the last; entries of keys.
+_RANGE = tf.TensorSpec([], _INT), tf.TensorSpec([], _INT)
+_ENTRIES = tf.TensorSpec([None, 4], _LONG)
 # More parts than one step's rows could ever need.
 PARTS = 1 << 20
 # A function with a signature, that is served.
@@ -26,14 +40,9 @@ Method: TypeAlias = tf.types.experimental.PolymorphicFunction
 class TableShard:
     """Rows of one table, with the optimizer that updates them.
 
-    Args:
-        spec: Dict with the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (a
-            serialized initializer, or None for zeros).
-        pull_compressor: Compressor of rows that workers read, or None.
-        push_compressor: Compressor of gradients that they send, or None.
-        replicas: Replicas that push at each step.
-        sync: Whether a step's pushes are summed and applied once.
-        keeps_undo_log: Whether the rows of the step before can be read.
+    `spec` has the table's `key` (a number), `name`, `rows`, `dim` and `initializer` (serialized, or
+    None for zeros). With `sync`, the pushes of so many replicas are summed and applied once a step;
+    `keeps_undo_log` if the rows of the step before can be read.
     """
 
     # Type of what workers name rows by.
@@ -90,7 +99,6 @@ class TableShard:
 
     @property
     def slots(self) -> list[tf.Variable]:
-        """The optimizer's variables of the rows."""
         return self.optimizer.slots if self.optimizer else []
 
     def counts(self) -> tf.Tensor:
@@ -106,15 +114,12 @@ class TableShard:
     def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
         """Makes an optimizer and its slots, in the place of the last one.
 
-        Args:
-            number: Its number among those that this table has had.
-            first_slot: The number of its first slot; those of earlier optimizers come before.
+        `number` is its number among those that this table has had; slots are numbered on.
         """
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
 
     def methods(self) -> dict[str, Method]:
-        """Functions with signatures, by what they do; each of them is traced once."""
         known, makers = self._methods, self._makers()
         self._methods = {
             what: known[what] if what in known else make() for what, make in makers.items()
@@ -140,31 +145,22 @@ class TableShard:
         return [1 + int(key) // PARTS for key in self._seen.numpy()]
 
     def _lookup(self) -> Method:
-        @traced(tf.TensorSpec([None], _INT))
-        def lookup(ids: tf.Tensor) -> tf.Tensor:
-            return self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
-
-        return lookup
+        return traced(tf.TensorSpec([None], _INT))(
+            lambda ids: self._pull.encode(self.weights.sparse_read(ids), self.version.read_value())
+        )
 
     def _read(self, variable: tf.Variable) -> Method:
-        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([], _INT))
-        def read(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-            return variable.sparse_read(tf.range(first, first + count))
-
-        return read
+        return traced(*_RANGE)(
+            lambda first, count: variable.sparse_read(tf.range(first, first + count))
+        )
 
     def _write(self, variable: tf.Variable) -> Method:
         @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None, self.dim], _FLOAT))
         def write(first: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-            ids = tf.range(first, first + tf.shape(rows)[0])
-            with tf.control_dependencies(
-                [
-                    tf.raw_ops.ResourceScatterUpdate(
-                        resource=variable.handle, indices=ids, updates=rows
-                    )
-                ]
-            ):
-                return tf.shape(rows)[0]
+            count = tf.shape(rows)[0]
+            ids = tf.range(first, first + count)
+            tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=ids, updates=rows)
+            return count
 
         return write
 
@@ -293,11 +289,9 @@ class TableShard:
         return places.stack(), sizes.stack(), ids.concat(), rows.concat()
 
     def _norm(self) -> Method:
-        @traced(tf.TensorSpec([], _INT))
-        def norm(unused: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_sum(tf.square(self._sum_rows.read_value()))
-
-        return norm
+        return traced(tf.TensorSpec([], _INT))(
+            lambda unused: tf.reduce_sum(tf.square(self._sum_rows.read_value()))
+        )
 
     def _commit(self) -> Method:
         numbers = tf.TensorSpec([2 + self._updater.scalars], _FLOAT)
@@ -323,3 +317,143 @@ class TableShard:
 def traced(*signature: tf.TensorSpec) -> Callable[[Callable[..., tf.Tensor]], Method]:
     """Decorator of a method: a function with this signature."""
     return tf.function(input_signature=signature, autograph=False)
+
+
+class DynamicShard(TableShard):
+    """Keys and rows of one dynamic table; workers name rows by keys."""
+
+    _ids = _LONG
+
+    def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
+        self.store = RowStore(self.spec, server, servers)
+        self._capturing: tuple[files.Freeze, list[files.Read]] | None = None
+
+    @property
+    def variables(self) -> dict[int, Any]:
+        return {}
+
+    @property
+    def slots(self) -> list[Any]:
+        return self.store.slots
+
+    def set_optimizer(self, config: dict[str, Any], number: int, first_slot: int) -> None:
+        self.store.set_optimizer(config)
+        self.optimizer = self.store.optimizer
+        self._optimizer_number, self._first_slot = number, first_slot
+        # Traced again, as it is to begin the new slots.
+        for method in ("insert", "admit"):
+            self._methods.pop(method, None)
+        self._capturing = None
+
+    def capture(self, key: int, since: files.Mark | None) -> files.Capture:
+        """Table as it is now, or its changes since, to be written meanwhile."""
+        if self._capturing is None:
+            candidates = self.store.admission.candidates
+            every = [self.store.key_rows, *([] if candidates is None else [candidates])]
+            freeze = traced(tf.TensorSpec([3], _LONG))(
+                lambda since: self._lock.execute(lambda: self.store.freeze(since))
+            )
+            self._capturing = freeze, [self._read_part(rows.frozen.read) for rows in every]
+        return files.Capture(self.store, key, since, *self._capturing)
+
+    def prepare_capture(self) -> None:
+        """Traces and executes once what `capture` needs; training would wait for the first one."""
+        if self._capturing is None:
+            capture = self.capture(0, None)
+            capture.warm_up()
+            capture.close()
+
+    def _makers(self) -> dict[str, Callable[[], Any]]:
+        makers = super()._makers()
+        makers["lookup"] = functools.partial(self._lookup_keys, False)
+        makers["lookup_training"] = functools.partial(self._lookup_keys, True)
+        makers["entries"] = lambda: self._read_part(self.store.entries)
+        makers["insert"] = lambda: traced(_ENTRIES)(self.store.insert)
+        makers["admit"] = lambda: traced(tf.TensorSpec([None, 2], _LONG))(
+            lambda of: self.store.admit(of[:, 0], of[:, 1])
+        )
+        makers["remove"] = lambda: traced(tf.TensorSpec([None], _LONG))(self.store.remove)
+        makers["steps"] = lambda: traced(tf.TensorSpec([], _INT))(
+            lambda unused: self.store.clock.steps.read_value()
+        )
+        makers["removed"] = lambda: traced(tf.TensorSpec([2], _LONG))(
+            lambda since: self._lock.execute(lambda: self.store.removed(since))
+        )
+        makers["changed"] = self._changed
+        makers["clear"] = self._clear
+        if self.store.admission.candidates is not None:
+            makers["candidates"] = lambda: traced(*_RANGE)(self.store.candidates)
+            makers["insert_candidates"] = lambda: traced(_ENTRIES)(self.store.insert_candidates)
+        if (bloom := self.store.admission.filter) is not None:
+            makers["filter"] = lambda: traced(*_RANGE)(
+                lambda first, count: bloom.read_value()[first : first + count]
+            )
+            makers["set_filter"] = lambda: self._set_filter(bloom)
+        for i, column in enumerate(self.store.columns):
+            number = self._first_slot + i - 1 if i else 0
+            makers[f"read{number}"] = functools.partial(self._read_range, column)
+            makers[f"put{number}"] = functools.partial(self._put, i)
+        return makers
+
+    def _lookup_keys(self, trains: bool) -> Any:
+        @traced(tf.TensorSpec([None], _LONG))
+        def lookup(keys: tf.Tensor) -> tf.Tensor:
+            def encoded() -> tf.Tensor:
+                rows = self.store.lookup(keys, trains)
+                return self._pull.encode(rows, self.version.read_value())
+
+            # Beside an update, a key may have a row that is not written yet, or is another's.
+            return encoded() if self._sync else self._lock.execute(encoded)
+
+        return lookup
+
+    def _apply(
+        self, ids: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
+    ) -> tf.Tensor:
+        done = self.store.apply(ids, gradient, numbers[0], numbers[1:], iterations)
+        with tf.control_dependencies([done]):
+            return self.version.assign_add(1, read_value=True)
+
+    def _read_part(self, read: Callable[..., tf.Tensor]) -> Any:
+        # Beside an update, memory of rows may be given to a larger chunk.
+        return traced(*_RANGE)(lambda *part: self._lock.execute(lambda: read(*part)))
+
+    def _read_range(self, column: ChunkedRows) -> Any:
+        def rows(first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+            end = tf.minimum(first + count, self.store.key_rows.next.read_value())
+            return column.sparse_read(tf.range(first, end))
+
+        return self._read_part(rows)
+
+    def _put(self, slot: int) -> Any:
+        @traced(tf.TensorSpec([None], _LONG), tf.TensorSpec([None, self.dim], _FLOAT))
+        def put(keys: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+            return self.store.write(slot, keys, rows)
+
+        return put
+
+    def _changed(self) -> Any:
+        most = MESSAGE_BYTES // (4 * (snapshot.HEAD + self.dim)) - 1
+
+        @traced(tf.TensorSpec([2], _LONG), tf.TensorSpec([], _INT))
+        def changed(since: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+            return self._lock.execute(lambda: self.store.changed(since, first, most))
+
+        return changed
+
+    def _clear(self) -> Any:
+        @traced(tf.TensorSpec([], _LONG))
+        def clear(steps: tf.Tensor) -> tf.Tensor:
+            self.store.clear()
+            return self.store.clock.steps.assign(steps, read_value=True)
+
+        return clear
+
+    def _set_filter(self, bloom: tf.Variable) -> Any:
+        @traced(tf.TensorSpec([], _INT), tf.TensorSpec([None], tf.uint8))
+        def write(first: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+            places = tf.range(first, first + tf.size(values))
+            tf.raw_ops.ResourceScatterUpdate(resource=bloom.handle, indices=places, updates=values)
+            return tf.size(values)
+
+        return write

@@ -20,8 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_psplus.cluster import handshake, serving
-from keras_psplus.cluster.channel.sessions import Authenticator, Secret
-from keras_psplus.cluster.channel.transport import ChannelServer
+from keras_psplus.cluster.channel import Authenticator, ChannelServer, Secret
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
 from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.preflight import check_local_address
@@ -31,9 +30,8 @@ from keras_psplus.errors import ChiefLostError, TableServerError
 from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid import calls
 from keras_psplus.hybrid.calls import RowKey, with_key_check
-from keras_psplus.hybrid.server.dynamic_shard import DynamicShard
 from keras_psplus.hybrid.server.server_files import ServerFiles
-from keras_psplus.hybrid.server.shard import Method, TableShard
+from keras_psplus.hybrid.server.shard import DynamicShard, Method, TableShard
 from keras_psplus.hybrid.servers import ControlLink, Tickets
 from keras_psplus.tables.row_optimizer import check_elementwise
 
@@ -44,21 +42,13 @@ _STEM = re.compile(r"[\w.-]+")
 
 
 class Folders:
-    """The folders that a server was started for.
-
-    Args:
-        paths: Their paths, or URLs; None if it may write anywhere.
-    """
+    """The folders that a server may write below; any if the paths are None."""
 
     def __init__(self, paths: Iterable[str] | None) -> None:
         self._paths = None if paths is None else list(paths)
 
     def check_allowed(self, directory: str, stem: str = "none") -> None:
-        """Sees that what is asked for would be written below one of them.
-
-        Args:
-            stem: How the names of files in it begin.
-        """
+        """Sees that a folder, and files that begin so, are below one of them."""
         wanted, paths = _real(directory), ["/"] if self._paths is None else self._paths
         is_below = self._paths is None or any(
             f"{wanted}/".startswith(f"{_real(path).rstrip('/')}/") for path in paths
@@ -89,12 +79,8 @@ _SPELLINGS = "", "dns:///", "dns:"
 class TableServer:
     """Serves this task's shards.
 
-    Args:
-        secret: What every client has to know, the `Secret` of the job's token.
-        options: Dict of what `TableShard` takes beside its table.
-        agreed: Text that has to be equal in all processes of the job.
-        log: Function that takes a line of progress.
-        folders: Paths of the folders below which it may write; None for all.
+    `options` is what `TableShard` takes beside its table; the text `agreed` has to be equal in all
+    processes of the job.
     """
 
     def __init__(
@@ -171,7 +157,6 @@ class TableServer:
 
     @property
     def nonce(self) -> str:
-        """Tells this process from others at the same address."""
         return self._gate.process
 
     def _listen(self) -> ChannelServer:
@@ -338,7 +323,6 @@ class TableServer:
         threading.Thread(target=old.clear, daemon=True).start()
 
     def _with_key_check(self, key: int, what: str, function: Method) -> Method:
-        """The method that is served for a shard's; it is traced once."""
         of, method = self._checked_methods.get((key, what), (None, None))
         if of is not function:
             method = with_key_check(function, self._row_key)
@@ -367,17 +351,8 @@ def serve(
 ) -> None:
     """Serves tables until the chief has ended.
 
-    Args:
-        options: Dict of what `Shard` takes beside its table.
-        agreed: Text that has to be equal in all processes of the job.
-        folders: Paths of the folders below which it may write; None for all.
-        chief_gone: Seconds for which the chief cannot be reached before it counts as ended.
-
-    Raises:
-        keras_psplus.cluster.ClusterStartupError: If this task's address cannot be used or the
-            chief does not come.
-        keras_psplus.cluster.serving.ChiefLostError: If the chief has ended without having
-            said so, or a worker has been started again.
+    It counts as ended when it cannot be reached for `chief_gone` seconds. ChiefLostError is raised
+    if it did not say so, or a worker has been started again.
     """
     check_local_address(task)
     tuning.tune()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -50,7 +50,10 @@ class DynamicTable(Table):
             servers, spec["key"], spec["name"], shape, pull_compressor, push_compressor
         )
         self.spec = spec
-        self._contents = Contents(spec, self._parts)
+        # Of the copies of rows on workers.
+        self.constraint = keras.constraints.get(spec.get("constraint"))
+        self.regularizer = keras.regularizers.get(spec.get("regularizer"))
+        self.contents = Contents(spec, self._parts)
 
     def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
         count = len(self.servers)
@@ -66,18 +69,18 @@ class DynamicTable(Table):
     def read(self, slot: int) -> np.ndarray:
         """Rows of the table, or of a slot, in the order of their keys."""
         with tf.init_scope():
-            return self._contents.read(slot)
+            return self.contents.read(slot)
 
     def write(self, slot: int, value: Any) -> None:
         """Sets the contents, a `Snapshot`, or the rows in the order of their keys."""
         with tf.init_scope():
             if not isinstance(value, Snapshot):
                 value = np.asarray(value, np.float32)
-            self._contents.write(slot, value)
+            self.contents.write(slot, value)
 
     def snapshot(self) -> Snapshot:
         with tf.init_scope():
-            return self._contents.snapshot()
+            return self.contents.snapshot()
 
     def changes(self, mark: Any) -> Changes:
         """Changes since the mark of an earlier look, or, with None, all of the table."""
@@ -134,6 +137,17 @@ class _ServerPart:
         for first in range(0, len(entries), _ENTRIES):
             args = [tf.constant(entries[first : first + _ENTRIES], _LONG)]
             self._call(what, args, _INT, [])
+
+    def admit(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        self.insert(np.stack([keys, counts], 1), "admit")
+
+    def remove(self, keys: np.ndarray) -> None:
+        self.insert(keys, "remove")
+
+    def stretch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        part = [tf.constant(first), tf.constant(min(count, MESSAGE_BYTES // (4 * self._dim)))]
+        entries = self._call("entries", part, _LONG, [None, 4])
+        return entries, self._call("read0", part, _FLOAT, [None, self._dim])
 
     def put(self, slot: int, keys: np.ndarray, rows: np.ndarray) -> None:
         most = MESSAGE_BYTES // (4 * self._dim + self._table._id_bytes)
@@ -192,6 +206,17 @@ class DynamicVariable(Checkpointed, TableVariable):
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Sets the contents of the table; of all workers, the chief does."""
         self._tables.assign(self.table, 0, snapshot)
+
+    def read_items(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return self.table.contents.items(batch)
+
+    def edit(self, act: Callable[[Contents], None]) -> None:
+        self._tables.edit(self.table, lambda: act(self.table.contents))
+
+    @property
+    def slot_numbers(self) -> range:
+        first = self.table.slots + 1 - self.table.slots_in_use
+        return range(first, self.table.slots + 1)
 
     def read_rows(self) -> np.ndarray:
         """Rows of the table or slot, in the order of their keys."""

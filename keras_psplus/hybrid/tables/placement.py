@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_psplus import text_table
 from keras_psplus.arguments import shown
@@ -283,10 +284,28 @@ class Tables:
 
     def assign(self, table: Table, slot: int, value: Any) -> None:
         """Sets a whole table or slot, on the chief; the others wait for it."""
+        self._change(table, slot, lambda: table.write(slot, value))
+
+    def edit(self, table: Table, act: Callable[[], None]) -> None:
+        """Has the chief change keys of a table; the others wait for it.
+
+        Raises:
+            ValueError: If workers train, of which each may be in another step.
+        """
+        if self._row_caches.is_active:
+            raise ValueError(
+                "While `fit` trains, keys come and go with its updates alone: insert, remove or "
+                "clear them between two calls of `fit`, on all workers. Received: a change of the "
+                f"keys of '{table.name}' in a callback"
+            )
+        self._change(table, 0, act)
+
+    def _change(self, table: Table, slot: int, act: Callable[[], object]) -> None:
         if self._is_chief:
             # A backup is of the rows before.
             self._servers.ask_all("settle")
-            table.write(slot, value)
+            with tf.init_scope():
+                act()
             if self._control is not None:
                 self._servers.count_assignment(table.key, slot)
         else:

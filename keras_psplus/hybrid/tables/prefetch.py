@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.data.lookahead import BatchAndNext
+from keras_psplus.all_reduce.data.elements import BatchAndNext
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
 from keras_psplus.core.jobs import failure

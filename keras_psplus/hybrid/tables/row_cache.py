@@ -372,7 +372,8 @@ class RowCaches:
 
     def __init__(self) -> None:
         self._caches: dict[tuple[int, int], RowCache] = {}
-        self._is_active = False
+        # In `fit`.
+        self.is_active = False
 
     def of(self, table: Table) -> RowCache | None:
         """The cache of a table for this replica; None if it has none."""
@@ -381,7 +382,7 @@ class RowCaches:
         key = table.key, current_replica()
         if key not in self._caches:
             self._caches[key] = RowCache(table)
-            self._caches[key].hot.is_active = self._is_active
+            self._caches[key].hot.is_active = self.is_active
         return self._caches[key] if self._caches[key].can_be_used else None
 
     def may_hold(self, table: Table) -> bool:
@@ -390,7 +391,7 @@ class RowCaches:
 
     def set_active(self, is_active: bool) -> bool:
         """Says whether steps read from copies; returns whether they did."""
-        before, self._is_active = self._is_active, is_active
+        before, self.is_active = self.is_active, is_active
         for cache in self._caches.values():
             cache.hot.is_active = is_active
             cache.forget()

@@ -1,1 +1,0 @@
-"""Peers that are gone, stopped or slow."""

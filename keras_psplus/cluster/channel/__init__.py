@@ -1,1 +1,0 @@
-"""Control channel between tasks: signed requests over gRPC, by TLS on request."""

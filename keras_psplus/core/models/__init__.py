@@ -1,1 +1,0 @@
-"""Models outside `fit` (other strategies', unbuilt, saved), and their parts."""

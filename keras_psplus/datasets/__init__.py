@@ -1,1 +1,0 @@
-"""Inspection and changes of the graph of a `tf.data.Dataset`."""

@@ -1,1 +1,0 @@
-"""Closures on workers: their queue, their recovery and the failures of tasks."""

@@ -1,1 +1,0 @@
-"""Asynchronous steps, with the staleness that they may have."""

@@ -1,1 +1,0 @@
-"""Synchronous steps: all workers' gradients in one update."""

@@ -1,1 +1,0 @@
-"""Functions that workers trace: their inputs, transfers, turns and errors."""

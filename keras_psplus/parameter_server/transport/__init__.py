@@ -1,1 +1,0 @@
-"""Reads from the servers and pushes to them, compressed or whole."""

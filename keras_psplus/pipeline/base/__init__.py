@@ -1,1 +1,0 @@
-"""Stages, micro-batches, rows and schedules: what has no graph."""

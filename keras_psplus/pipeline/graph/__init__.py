@@ -1,1 +1,0 @@
-"""The model's graph: boundaries of stages, devices, recomputation."""

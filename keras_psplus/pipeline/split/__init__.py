@@ -1,1 +1,0 @@
-"""Partition of a model into stages, by costs that are counted or measured."""

@@ -1,1 +1,0 @@
-"""A pipeline's traced step, by schedule."""
