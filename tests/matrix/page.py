@@ -135,7 +135,8 @@ def summary(found, versions, exempt, today=None):
             if all(one["kind"] == "equal" for one in cells[name].values())
         ]
         if names:
-            equal.append(f"**{title}.** {', '.join(names)}.\n")
+            named = f"{len(names)} of them." if family == "programs" else f"{', '.join(names)}."
+            equal.append(f"**{title}.** {named}\n")
         for name, reason in exempt.get(family, {}).items():
             not_run.setdefault(reason, []).append(name)
     rows = []
