@@ -58,7 +58,7 @@ def _load() -> None:
 def _prepare(versions: types.ModuleType) -> None:
     global _is_loaded
     with versions.naming_misfits():
-        from keras_psplus.cluster.process import early_init
+        from keras_psplus.cluster.process import early_init, stock_strategies
 
         # Before anything else of TensorFlow's runs, so that an early initialisation can be named.
         early_init.install()
@@ -71,6 +71,7 @@ def _prepare(versions: types.ModuleType) -> None:
         importlib.import_module("keras_psplus.layers")
     activation.at_activation(functools.partial(early_init.warn, dict(os.environ)))
     activation.at_activation(keras_hooks.install)
+    activation.at_activation(stock_strategies.install)
     _is_loaded = True
     if plan.read() is not None or task_report.is_wanted():
         # `keras-psplus` has started this process, also of a script without a strategy.

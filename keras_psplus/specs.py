@@ -5,6 +5,7 @@ They are read here without TensorFlow, so that the launcher can refuse wrong one
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,13 @@ UPDATES = {
     "diloco": Form(int, needed=True),
 }
 UPDATES_ALLOWED = '"accumulate:4", "local_sgd:8", "diloco:100" (or other numbers of steps)'
+
+
+def hint(text: object, forms: Mapping[str, Form]) -> str:
+    """A sentence with the name that is nearest to a wrong text; empty without one."""
+    name, colon, value = text.partition(":") if isinstance(text, str) else ("", "", "")
+    near = difflib.get_close_matches(name, forms, 1)
+    return f" Did you mean {near[0] + colon + value!r}?" if near and near[0] != name else ""
 
 
 def parse(text: str, forms: Mapping[str, Form]) -> tuple[str, list[Any]] | None:

@@ -30,11 +30,12 @@ cli
 FOLDERS = """
 all_reduce: data collectives liveness startup reduction topology shard_option step reducers extended
     engine strategy
-cli: flags bench manifests serve status add_worker doctor run exec plan export main
-cluster: console config ports process environment channel handshake discovery monitor preflight
+cli: flags bench manifests serve status add_worker
+    host_doctor doctor remote_task run exec plan export main
+cluster: config console ports process environment channel handshake discovery monitor preflight
     launcher serving processes testing in_process
-compression: outer_products averaging options base wire no_communication by_variable rows quantize
-    cast low_rank sufficient_factors sparse error_feedback methods kernels
+compression: outer_products averaging options base no_communication by_variable rows quantize
+    cast low_rank sufficient_factors sparse error_feedback methods wire
 core: jobs base worker_state seeds data_position graph plan batch gradient_path backup live
     models strategy_engine distributed_engine
 hybrid: rows calls servers tables saving server_tables extended server engine strategy

@@ -93,7 +93,7 @@ def test_what_is_behind_the_script_is_the_scripts(behind):
         (["--work=2"], "no such flag. Did you mean: .* Received: --work=2"),
         (
             ["--workrs", "2", "train.py"],
-            "no such flag. Did you mean: workers\\? Received: --workrs",
+            "no such flag. Did you mean: --workers\\? Received: --workrs",
         ),
         (["--ps=", "train.py"], "--ps needs a value. Received: --ps=''"),
         (["--ps=1.5"], "--ps must be a whole number. Received: --ps=1.5"),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from keras_psplus.all_reduce import reducers
-from keras_psplus.all_reduce.collectives import gradients, implementation
+from keras_psplus.all_reduce.collectives import implementation
+from keras_psplus.all_reduce.collectives.hop import sum_packed
 from keras_psplus.all_reduce.collectives.operations import (
     CollectiveOps,
     Launcher,
@@ -18,9 +19,8 @@ from keras_psplus.all_reduce.collectives.operations import (
 )
 from keras_psplus.all_reduce.reduction.replica_states import MirroredState
 from keras_psplus.all_reduce.step import mirrored_variables, updating
-from keras_psplus.all_reduce.topology import levels as levels_module
-from keras_psplus.all_reduce.topology.group_topology import Hops, Topology
-from keras_psplus.all_reduce.topology.levels import Levels
+from keras_psplus.all_reduce.topology import group_topology
+from keras_psplus.all_reduce.topology.group_topology import Hops, Levels, Topology
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
 from keras_psplus.core.graph.variables import made_outside
@@ -136,9 +136,9 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if not topology.has_levels:
             return None
         launchers = self._cross_device_ops.launchers
-        first = self._keys_of_levels(levels_module.keys_of(topology))
+        first = self._keys_of_levels(group_topology.keys_of(topology))
         return [
-            levels_module.levels_of(launcher, rank, topology, first)
+            group_topology.levels_of(launcher, rank, topology, first)
             for rank, launcher in enumerate(launchers, self.world.rank)
         ]
 
@@ -188,7 +188,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         if tf.executing_eagerly():
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
-        return gradients.sum_packed(self.launcher(), tensors)
+        return sum_packed(self.launcher(), tensors)
 
     def max_over_replicas(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Largest values of small tensors over all replicas, in replica context."""
@@ -203,7 +203,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
     def sum_over_group(self, tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Sums small tensors over the replicas of a topology's group, in replica context."""
         assert self.levels is not None
-        return levels_module.sum_over_group(self.levels, list(tensors))
+        return group_topology.sum_over_group(self.levels, list(tensors))
 
     def gather_rows(self, value: Any) -> Any:
         """Concatenates the replicas' rows in rank order, in graph mode; see `outputs.py`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_psplus import compression as compression_module
-from keras_psplus.all_reduce.reduction.compressors import check_rows, compressor_of
+from keras_psplus.all_reduce.reduction.methods import check_rows, compressor_of
 from keras_psplus.all_reduce.topology.group_topology import (
     FLAT,
     Hops,

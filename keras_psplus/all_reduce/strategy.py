@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import liveness, shard_option, startup
-from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.hop import DEFAULT_BUCKET_BYTES
 from keras_psplus.all_reduce.engine import AllReduceEngine, OneReplicaEngine
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.liveness import StallProbe
@@ -120,7 +120,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
-        bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
+        bucket_bytes: float = DEFAULT_BUCKET_BYTES,
         compression: str | Compressor | dict[str, Any] | None = None,
         updates: str | updates_module.Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,

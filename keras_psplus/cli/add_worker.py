@@ -13,18 +13,20 @@ from keras_psplus.cluster.monitor import job as job_module
 _USAGE = """
 usage: keras-psplus add-worker JOB
 
-Starts one more worker of a job of `keras-psplus run --workers MIN:MAX` on this machine. JOB is the
-process id of its launcher, which `keras-psplus status` shows. The worker takes steps once its
-TensorFlow is up, and nobody is started again. End its process (SIGTERM) to have it leave.
-On other machines, start one of the commands of MAX workers there that `run --hosts` has printed.
+Starts one more worker of a job of `keras-psplus run --workers MIN:MAX` here or on its
+hosts. JOB is the process id of its launcher, which `keras-psplus status` shows. The worker takes
+steps once its TensorFlow is up, and nobody is started again. End its process (SIGTERM) to have it
+leave.
+Of a job on other machines, run it where the launcher is; of one without a launcher, start one of
+the commands of MAX workers that `run --hosts --dry_run` prints.
 
   keras-psplus run --workers 1:3 --ps 1 train.py
   keras-psplus add-worker 4711
 """
 _ELSEWHERE = (
-    "workers are added on this machine, to a job that is all here. On other machines, start "
-    "the job by the commands that `keras-psplus run --workers MIN:MAX --ps 1 --hosts H1,H2,... "
-    "train.py` prints, and one more worker by its command of these, on its host; under Slurm by "
+    "the hosts are those that the job was started with, `keras-psplus run --workers MIN:MAX --ps 1 "
+    "--hosts H1,H2,... train.py`: name the job alone, by the process id of its launcher, on the "
+    "launcher's machine. Under Slurm, a worker is added by "
     "`srun keras-psplus exec --ps 1 --workers MIN:MAX --join NUMBER train.py`. Received: "
 )
 _ANSWER_SECONDS = 15.0

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras_psplus
 from keras_psplus import versions
+from keras_psplus.cli import flags, host_doctor
 from keras_psplus.cli.flags import Parser, UsageError
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.console import NoiseFilter
@@ -38,8 +40,11 @@ and Kubernetes's variables say. With --kernels, compiles the library's C++ kerne
 has not done so; otherwise the first step that needs them does.
 With --hooks, shows which functions of Keras the library replaces, and whether those of this Keras
 fit. With --links, started in each task of a cluster at once, measures the links between workers,
-and shows which groups they make (with --json, what `keras-psplus plan --links` reads). Exits with 1
-if something is wrong.
+and shows which groups they make (with --json, what `keras-psplus plan --links` reads). With
+--hosts, checks what `keras-psplus run --hosts` needs there, from this machine: ssh, Python,
+versions, ports both ways, clocks. Exits with 1 if something is wrong.
+
+  keras-psplus doctor --hosts 10.0.0.1,10.0.0.2:2
 """
 _SLURM = (
     "SLURM_JOB_ID",
@@ -71,6 +76,9 @@ def main(argv: list[str]) -> int:
         return show_hooks(as_json=options.json)
     if options.links:
         return show_links(as_json=options.json)
+    if flags.read_hosts(options):
+        ssh = None if options.ssh is None else shlex.split(options.ssh)
+        return host_doctor.check(options.hosts, ssh, options.remote_python, options.start_timeout)
     if options.json:
         raise UsageError("--json goes with --hooks and --links. Received: --json")
     problems: list[str] = []
@@ -99,6 +107,7 @@ def _parser() -> Parser:
     parser.switch(
         "links", "Measure the links between the workers of TF_CONFIG's cluster, and no more."
     )
+    flags.add_hosts(parser, start_seconds=10.0)
     parser.switch("json", "With --hooks or --links: in JSON.")
     return parser
 

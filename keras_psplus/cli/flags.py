@@ -19,9 +19,20 @@ from typing import Any, NoReturn
 from keras_psplus import catalogue, specs
 from keras_psplus.catalogue import Entry
 from keras_psplus.cluster.console import NoiseFilter
+from keras_psplus.cluster.launcher import remote
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.monitor.job import JsonLog
 from keras_psplus.cluster.monitor.trace import STEPS as TRACE_STEPS
+
+# Flags of horovodrun, mpirun, torchrun, deepspeed and srun, and what they are here.
+_HABITS = {
+    **dict.fromkeys(
+        "-n -np --np --nproc --num-proc --nproc-per-node --num-gpus".split(), "workers"
+    ),
+    **dict.fromkeys("--ntasks --num-workers --world-size".split(), "workers"),
+    **dict.fromkeys("-H --host --nodes --nodelist".split(), "hosts"),
+    **dict.fromkeys("-hostfile --machinefile".split(), "hostfile"),
+}
 
 # Flags before the first other argument, everything from there on untouched.
 
@@ -42,9 +53,11 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         usage: The command's help above its flags.
+        groups: Dict from headings of the help to the names of the flags below them; the flags that
+            are in none come last.
     """
 
-    def __init__(self, usage: str) -> None:
+    def __init__(self, usage: str, groups: Mapping[str, str] | None = None) -> None:
         line, _, text = usage.strip().removeprefix("usage: ").partition("\n\n")
         super().__init__(
             prog=line.split()[1],
@@ -57,6 +70,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
         self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        self._groups = {
+            name: group
+            for title, names in (groups or {}).items()
+            for group in [self.add_argument_group(title)]
+            for name in names.split()
+        }
         self._flags = self.add_argument_group(
             "flags (with dashes, as --max-restarts, or underscores)"
         )
@@ -101,7 +120,8 @@ class Parser(argparse.ArgumentParser):
         self.names.update(dict.fromkeys(spellings, name))
         if default is not None:
             help += f" (default: {default})"
-        self._flags.add_argument(*spellings, dest=name, default=default, help=help, **kind)
+        group = self._groups.get(name, self._flags)
+        group.add_argument(*spellings, dest=name, default=default, help=help, **kind)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parses a command line.
@@ -119,8 +139,10 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             raise UsageError(f"{error}. Received: {shlex.join(argv)}") from None
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self.names, 1)
-            hint = f" Did you mean: {self.names[near[0]]}?" if near else ""
+            given = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(given, self.names, 1)
+            name = _HABITS.get(given.replace("_", "-"), self.names[near[0]] if near else None)
+            hint = f" Did you mean: --{name}?" if name in self.names.values() else ""
             raise UsageError(f"There is no such flag.{hint} Received: {unknown[0]}")
         if options.command[:1] == ["--"]:
             del options.command[0]
@@ -200,12 +222,44 @@ def remarks(parser: Parser, command: list[str]) -> list[str]:
         lines.append(
             f"{listed}: behind the script, and so passed to it; flags of keras-psplus go before it"
         )
+    lines += _foreign_calls(command[0], script)
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("", "tensorflow") and "KERAS_BACKEND" not in script:
         lines.append(
             f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
         )
     return lines
+
+
+# Calls of other libraries for training in several processes, and what is written in their place.
+_FOREIGN = {
+    r"\btf\.distribute\.(?:experimental\.)?(?:MultiWorker)?MirroredStrategy\(": (
+        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
+    ),
+    r"\btf\.distribute\.(?:experimental\.)?ParameterServerStrategy\(": (
+        "strategy = keras_psplus.ParameterServerStrategy()"
+    ),
+    r"\bhvd\.init\(": "strategy = keras_psplus.MultiWorkerMirroredStrategy()",
+    r"\b(?:torch\.distributed|dist)\.init_process_group\(": (
+        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
+    ),
+}
+
+
+def _foreign_calls(path: str, script: str) -> list[str]:
+    """Warnings of calls by which each task would train alone, or not at all."""
+    if "tf_keras" in script or os.environ.get("TF_USE_LEGACY_KERAS") == "1":
+        return []
+    found = {}
+    for number, line in enumerate(script.splitlines(), 1):
+        for pattern, ours in _FOREIGN.items():
+            if call := re.search(pattern, line.partition("#")[0]):
+                found.setdefault(pattern, (number, f"{call.group()}...)", ours))
+    return [
+        f"{path}:{number}: {call} does not have the tasks train together under Keras 3: write "
+        f"`{ours}`, and `with strategy.scope():` where the model is made"
+        for number, call, ours in found.values()
+    ]
 
 
 # Checks of flags of `run` that conflict, before anything is started.
@@ -251,7 +305,10 @@ def _check_spec(
     name: str, given: Mapping[str, str], forms: Mapping[str, specs.Form], allowed: str
 ) -> None:
     if name in given and specs.parse(given[name], forms) is None:
-        raise UsageError(f"--{name} must be one of {allowed}. Received: --{name}={given[name]}")
+        hint = specs.hint(given[name], forms)
+        raise UsageError(
+            f"--{name} must be one of {allowed}.{hint} Received: --{name}={given[name]}"
+        )
 
 
 def _check_layout(entry: Entry, layout: Mapping[str, int], strategy: str) -> None:
@@ -308,6 +365,12 @@ def read_layout(options: argparse.Namespace) -> tuple[dict[str, Any], int | None
     least, workers = workers_of(options.workers)
     if workers is None:
         workers = len(options.hosts) - options.ps - chief if options.hosts else 2
+        if options.hosts and workers < 1:
+            raise UsageError(
+                f"{options.ps} ps{' and a chief' * chief} leave no host for a worker: name a host "
+                "for each task, or several tasks of a host, as in A:2,B. "
+                f"Received: --hosts={','.join(options.hosts)}, --ps={options.ps}"
+            )
     if workers + chief < 1:
         raise UsageError("a cluster needs at least one worker or a chief")
     if least is not None:
@@ -367,6 +430,58 @@ def check_range(options: argparse.Namespace, chief: bool) -> None:
         )
 
 
+# Hosts of `run`.
+
+
+def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> None:
+    """Adds `--hosts` and how to reach them."""
+    parser.texts(
+        "hosts",
+        "Hosts of the tasks in order (chief, workers, ps), started by ssh in this folder: A,B or "
+        "A:2,B:2 for two tasks each (a number from 1000 on is a port; default: 2222 and up).",
+    )
+    parser.text("hostfile", "The same in a file as OpenMPI's, a line for each: `A slots=2`.")
+    parser.text(
+        "ssh",
+        "Command that reaches a host, e.g. 'ssh -p 2222' (default: ssh; this machine's own tasks "
+        "need none).",
+    )
+    parser.text("remote_python", "Python on the hosts (default: the path of this one).")
+    parser.number(
+        "start_timeout",
+        float,
+        "Seconds that a host may take to answer.",
+        start_seconds,
+        least=1,
+    )
+
+
+def read_hosts(options: argparse.Namespace) -> bool:
+    """Has `hosts` name the host of each task; returns whether there are any.
+
+    Raises:
+        ValueError: If that is not known, or a flag goes with `--hosts` alone.
+    """
+    if options.hostfile is not None:
+        if options.hosts is not None:
+            raise UsageError(
+                "--hosts and --hostfile name the same: leave out one. "
+                f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
+            )
+        options.hosts = remote.read_hostfile(options.hostfile)
+    if options.hosts is not None:
+        options.hosts = remote.expand(options.hosts)
+        if not options.hosts:
+            raise UsageError(f"no host is named. Received: --hostfile={options.hostfile}")
+        if getattr(options, "warm", False):
+            raise UsageError("--warm starts tasks of this machine alone. Received: --warm, --hosts")
+        return True
+    for name in ("ssh", "remote_python"):
+        if (value := getattr(options, name)) is not None:
+            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={value}")
+    return False
+
+
 # Output paths of `run`, checked before anything is started.
 
 
@@ -422,6 +537,9 @@ def add_roles(parser: Parser) -> None:
     )
 
 
+OUTPUTS = ("chief", "all")
+
+
 def add_outputs(parser: Parser) -> None:
     """Adds `--json_log`, `--trace` and `--trace_steps`."""
     parser.text(
@@ -465,6 +583,7 @@ def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
 
 _TRACEBACK = "Traceback (most recent call last)"
 LAST_LINES = 80
+_LOST = "stopped answering"
 
 
 def show_failure(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -> None:
@@ -482,7 +601,8 @@ def show_failure(result: ClusterResult, log_dir: pathlib.Path, timeout: float) -
         say.append(f"ended by signal {result.signal}")
     say.append(f"logs: {log_dir}")
     if result.first_failure is not None:
-        say += ["", f"{result.first_failure} failed first:", *_last_words(result)]
+        words = _last_words(result)
+        say += ["", f"{result.first_failure} failed first:", *words, *_ended_before(result, words)]
     with contextlib.suppress(OSError):  # nobody reads it, and the exit code is the job's
         print("\n".join(["", *say]), file=sys.stderr, flush=True)
 
@@ -493,7 +613,29 @@ def _last_words(result: ClusterResult) -> list[str]:
     lines = result.logs[result.first_failure].splitlines()
     is_noise = NoiseFilter().is_noise
     traceback = [line for line in last_traceback(lines) if not is_noise(line)]
-    return traceback[-LAST_LINES:] or lines[-20:]
+    if traceback:
+        return traceback[-LAST_LINES:]
+    # A task that was killed has said nothing of that: its own last lines are the nearest.
+    is_noise = NoiseFilter().is_noise
+    return [line for line in lines if not is_noise(line)][-20:] or lines[-20:]
+
+
+def _ended_before(result: ClusterResult, words: list[str]) -> list[str]:
+    """A line on tasks whose scripts had ended well, though the first failure needed them."""
+    text = "\n".join(words)
+    names = [
+        name
+        for name, code in result.exit_codes.items()
+        if code == 0 and name not in result.terminated and f"{name} (" in text
+    ]
+    if not names or _LOST not in text:
+        return []
+    return [
+        "",
+        f"{', '.join(names)}: the script had ended there with exit code 0, while "
+        f"{result.first_failure} still trained. All workers call fit, evaluate and predict; only "
+        "what one of them writes or prints stands below `if strategy.is_chief:`",
+    ]
 
 
 def last_traceback(lines: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keras_psplus import log, versions
 
 _COMMANDS = {
-    "run": "starts a script in every task of a local cluster, or prints how to on other hosts",
+    "run": "starts a script in every task of a cluster, here or on other hosts by ssh",
     "exec": "runs a script as the task that Slurm, MPI, torchrun or Kubernetes has started",
     "export": "prints a Kubernetes manifest of a job that trains a script",
     "plan": "says which strategy to take for a script, or how its model is cut into stages",
@@ -18,6 +18,8 @@ _COMMANDS = {
     "doctor": "checks versions, devices, the cluster and the way to every task",
     "bench": "measures every strategy on emulated links, with the lab of a checkout",
 }
+# Started by `run --hosts`, and by nobody else.
+_REMOTE_TASK = "remote-task"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help())
         return 0 if argv else 2
     command, rest = argv[0], argv[1:]
-    if command not in _COMMANDS:
+    if command not in (*_COMMANDS, _REMOTE_TASK):
         print(f"keras-psplus: no command {command!r}.\n\n{_help()}", file=sys.stderr)
         return 2
     # Imported when asked for: `run --help` must not wait for TensorFlow.

@@ -17,6 +17,7 @@ from keras_psplus.cluster import environment, processes
 from keras_psplus.cluster.console import Console, drop_unwritten, warn
 from keras_psplus.cluster.environment import TOKEN_VARIABLE, plan_tasks, python_path
 from keras_psplus.cluster.launcher import task_ends
+from keras_psplus.cluster.launcher.remote import RemoteHosts
 from keras_psplus.cluster.monitor.job import JobRecord
 from keras_psplus.cluster.process.warm import WarmPython, WarmStartError
 from keras_psplus.cluster.processes import LocalCluster
@@ -24,17 +25,29 @@ from keras_psplus.cluster.processes import LocalCluster
 _USAGE = """
 usage: keras-psplus run [flags] SCRIPT [arguments of the script]
 
-Starts SCRIPT in one local process per task, each with its own TF_CONFIG. Every line of output is
-marked with its task and kept in a log file per task. When a task fails, the others are ended, its
-traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
+Starts SCRIPT in one process per task, here or on --hosts, each with its own TF_CONFIG. Every line
+of output is marked with its task and kept in a log file per task. When a task fails, the others are
+ended, its traceback is shown last, and its exit code is passed on. Ctrl-C ends all tasks.
 
   keras-psplus run --workers 2 train.py --epochs 3
   keras-psplus run --workers 2 --ps 1 --strategy async_parameter_server train.py
   keras-psplus run --workers 2 --strategy all_reduce --compression powersgd:2 train.py
   keras-psplus run --list                                           the entries of the catalogue
   keras-psplus run --max_restarts 3 train.py
-  keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it on two hosts
+  keras-psplus run --hosts 10.0.0.1,10.0.0.2:2 train.py             on two hosts, by ssh
+  keras-psplus run --hosts 10.0.0.1,10.0.0.2 --dry_run train.py     how to start it there by hand
 """
+_GROUPS = {
+    "most used (all flags: with dashes, as --max-restarts, or underscores)": (
+        "workers ps strategy hosts max_restarts log_dir"
+    ),
+    "which tasks, and where": (
+        "chief evaluator gpus_per_worker hostfile ssh remote_python start_timeout dry_run"
+    ),
+    "the strategy": "compression updates list",
+    "failures and time": "restart timeout grace warm",
+    "output": "output verbose json_log trace trace_steps",
+}
 _ERROR_GRACE, _IDLE_GRACE = 3.0, 0.5
 
 
@@ -56,16 +69,7 @@ def main(argv: list[str]) -> int:
         return 0
     flags.check_script(command)
     try:
-        if options.hosts and (options.json_log or options.trace):
-            raise UsageError(
-                "--hosts starts nothing, so that there is nothing to log. "
-                f"Received: --json_log={options.json_log}, --trace={options.trace}"
-            )
-        if options.hosts and options.max_restarts:
-            raise UsageError(
-                "--hosts starts nothing, so that nothing can be started again. "
-                f"Received: --max_restarts={options.max_restarts}"
-            )
+        flags.read_hosts(options)
         if options.warm and sys.platform != "linux":
             raise UsageError(f"--warm needs Linux. Received: {sys.platform}")
         layout, min_workers = flags.read_layout(options)
@@ -75,20 +79,19 @@ def main(argv: list[str]) -> int:
                 "with parameter servers. Without --restart, the job is started again. "
                 f"Received: --restart=task, --ps={layout['ps']}"
             )
-        if options.gpus_per_worker is not None:
-            if options.hosts:
-                raise UsageError(
-                    "--hosts starts nothing, so that there are no GPUs to divide. "
-                    f"Received: --gpus_per_worker={options.gpus_per_worker}"
-                )
+        hosts = options.hosts and [host.rpartition("@")[2] for host in options.hosts]
+        if options.hosts:
+            plan_tasks(**layout, hosts=hosts)  # raises ValueError
+        elif options.gpus_per_worker is not None:
             plan_tasks(**layout, gpus_per_worker=options.gpus_per_worker)  # raises ValueError
         env = flags.variables(options, layout)
         argv = [sys.executable, *command]
-        if options.dry_run or options.hosts:
+        if options.dry_run:
             env |= task_ends.environment_of(min_workers)
             # Another host has its own Python, found on its own path.
             shown = ["python", *command] if options.hosts else argv
-            print(_recipe(shown, env, layout, options.hosts, options.gpus_per_worker))
+            gpus = None if hosts else options.gpus_per_worker
+            print(_recipe(shown, env, layout, hosts, gpus))
             return 0
         log_dir = flags.log_dir(options.log_dir)
         json_log = flags.json_log(options.json_log)
@@ -98,7 +101,20 @@ def main(argv: list[str]) -> int:
     for remark in flags.remarks(parser, command):
         warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
-    console = Console(live=live, quiet=not options.verbose)
+    way = None
+    if options.hosts:
+        ssh = None if options.ssh is None else shlex.split(options.ssh)
+        way = RemoteHosts(
+            options.hosts,
+            ssh,
+            options.remote_python,
+            options.start_timeout,
+            options.gpus_per_worker,
+        )
+        way.place(plan_tasks(**layout, hosts=hosts))
+        live = way.label(0)
+    leader = None if options.output == "all" else live
+    console = Console(live=live, quiet=not options.verbose, leader=leader)
 
     def log(line: str) -> None:
         console.note(f"keras-psplus: {line}")
@@ -122,8 +138,9 @@ def main(argv: list[str]) -> int:
             server_restarts=options.restart == "task",
             record=record,
             warm=warm,
-            gpus_per_worker=options.gpus_per_worker,
+            gpus_per_worker=None if way else options.gpus_per_worker,
             min_workers=min_workers,
+            remote=way,
         )
         if restart == 0:
             seen = environment.describe({task.name: task.variables for task in cluster.tasks})
@@ -152,7 +169,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(_USAGE)
+    parser = flags.Parser(_USAGE, _GROUPS)
     parser.text(
         "workers",
         "Number of workers (default: 2); or MIN:MAX under ParameterServerStrategy: "
@@ -201,12 +218,14 @@ def _parser() -> flags.Parser:
         "verbose",
         "Show also what TensorFlow writes about itself, which is in the logs in any case.",
     )
-    parser.switch("dry_run", "Print each task's environment and command, start nothing.")
-    parser.texts(
-        "hosts",
-        "Hosts of the tasks in order (chief, workers, ps), each with or without a port (default: "
-        "2222 and up). Prints what to start on each; starts nothing.",
+    parser.choice(
+        "output",
+        flags.OUTPUTS,
+        "Whose progress bars and summaries of models are shown (default: the chief's, or worker "
+        "0's); all are in the logs.",
     )
+    parser.switch("dry_run", "Print each task's environment and command, start nothing.")
+    flags.add_hosts(parser)
     return parser
 
 

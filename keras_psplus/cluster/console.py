@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import IO, TextIO
 
+from keras_psplus.cluster.config import EVALUATOR
+
 # A task's log file, also on a disk that is full.
 
 _KEPT_LINES, _KEPT_CHARACTERS = 200, 4000
@@ -134,6 +136,17 @@ class NoiseFilter:
         return False
 
 
+_OF_KERAS = re.compile(
+    r" *\d+/(?:\d+|Unknown) .*\d(?:s|ms|us)/(?:step|epoch)\b.*|Epoch \d+/\d+|"
+    r'Model: ".*"|[┏┃┡│├└].*[┓┃┩│┤┘]| (?:Total|Trainable|Non-trainable|Optimizer) params: [\d,]+ .*'
+)
+
+
+def is_of_keras(text: str) -> bool:
+    """Whether a line is of a progress bar or of `model.summary()`."""
+    return bool(_OF_KERAS.fullmatch(text))
+
+
 def log_line_in(text: str) -> int | None:
     """Finds a line of a log that another thread has written into an unfinished line.
 
@@ -205,13 +218,19 @@ class Console:
         live: Name of the task whose unfinished line is shown.
         quiet: Whether what TensorFlow writes about itself is left to the log
             files.
+        leader: Name of the task whose progress bars and summaries of models are shown, and of the
+            others are left to the log files; None for those of all.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, live: str | None = None, quiet: bool = False
+        self,
+        stream: TextIO | None = None,
+        live: str | None = None,
+        quiet: bool = False,
+        leader: str | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
-        self.quiet = quiet
+        self.quiet, self.leader = quiet, leader
         terminal = self._stream.isatty()
         self._live = live if terminal else None
         self._render = render if terminal else plain  # no colours in files and pipes
@@ -316,6 +335,8 @@ class OutputPump(threading.Thread):
         super().__init__(name=f"output of {task}", daemon=True)
         self._task, self._pipe, self._log, self._console = task, pipe, log, console
         self._noise = NoiseFilter() if console is not None and console.quiet else None
+        leader = None if console is None else console.leader
+        self._has_bars = leader is None or task == leader or task.startswith(EVALUATOR)
         self._has_failed = False
         self._parts: list[str] = []
         self._length, self._has_return = 0, False
@@ -378,7 +399,8 @@ class OutputPump(threading.Thread):
         self._log.write(text + end if end or _CONTROL.search(line) else line)
         if self._console is None:
             return
-        if self._noise is None or not self._noise.is_noise(text):
+        is_noise = self._noise is not None and self._noise.is_noise(text)
+        if not is_noise and (self._has_bars or not is_of_keras(text)):
             self._console.line(self._task, line)
         else:
             self._console.partial(self._task, "")  # its beginning may have come before

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_psplus.cluster.config import (
     EVALUATOR,
+    JOB_TYPES,
     ClusterConfigError,
     TaskConfig,
     read_task_config,
@@ -41,7 +42,9 @@ def named(environ: Mapping[str, str] | None = None) -> list[str] | None:
     environ = os.environ if environ is None else environ
     if VISIBLE not in environ:
         return None
-    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    names = [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    # CUDA takes those before the first that there cannot be.
+    return list(itertools.takewhile(lambda name: name != "-1", names))
 
 
 @functools.cache
@@ -179,6 +182,29 @@ def plan_tasks(
     if hosts:
         read_task_config(tasks[0].variables)  # as the tasks will, on the other machines
     return tasks
+
+
+def share_of_host(
+    counts: Mapping[str, int],
+    place: tuple[str, int],
+    environ: Mapping[str, str],
+    has_ps: bool = False,
+    gpus_per_worker: int | None = None,
+) -> dict[str, str]:
+    """Variables by which a task shares this host's cores and GPUs with others.
+
+    Args:
+        counts: Dict from job types to the numbers of the cluster's tasks on this host.
+        place: The task's job type, and its number among those.
+        has_ps: Whether the cluster has parameter servers, on any host.
+
+    Raises:
+        ValueError: If the host has fewer GPUs than `gpus_per_worker` asks for.
+    """
+    jobs = dict.fromkeys((*JOB_TYPES, EVALUATOR), 0) | dict(counts)
+    variables = _thread_split(max(1, sum(jobs.values()) - jobs["ps"]), environ)
+    jobs["ps"] = max(jobs["ps"], int(has_ps))
+    return variables | _gpus(jobs, environ, gpus_per_worker).get(place, {})
 
 
 def available_cores() -> int:

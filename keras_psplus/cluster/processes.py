@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from keras_psplus.cluster.config import EVALUATOR
 from keras_psplus.cluster.console import Console, LogFile, OutputPump, warn
@@ -24,6 +24,7 @@ from keras_psplus.cluster.environment import (
     Task,
     plan_tasks,
 )
+from keras_psplus.cluster.launcher.remote import RemoteHosts, RemoteProcess, forwarded
 from keras_psplus.cluster.launcher.task_ends import (
     EVALUATOR_NAME,
     SHORT_SECONDS,
@@ -46,6 +47,7 @@ from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 
 # Processes of a cluster's tasks, with their output and their logs.
 
+_Process: TypeAlias = subprocess.Popen[bytes] | WarmProcess | RemoteProcess
 _WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py")
 
 
@@ -64,14 +66,15 @@ class TaskProcesses:
         console: Console | None,
         network: Any,
         warm: WarmPython | None,
+        remote: RemoteHosts | None = None,
     ) -> None:
         self._argv, self._log_dir, self._console = list(argv), log_dir, console
-        self._network, self._warm = network, warm
-        self._processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = {}
+        self._network, self._warm, self._remote = network, warm, remote
+        self._processes: dict[str, _Process] = {}
         self._logs: dict[str, LogFile] = {}
         self._pumps: list[OutputPump] = []
         # Of tasks that were started again.
-        self._replaced: list[tuple[subprocess.Popen[bytes] | WarmProcess, LogFile]] = []
+        self._replaced: list[tuple[_Process, LogFile]] = []
         self._left = LeftProcesses()
         self.log_starts: dict[str, int] = {}
         self.is_released = False
@@ -114,14 +117,16 @@ class TaskProcesses:
             self._processes[name] = process
             self._left.add(process.pid)
         assert process.stdout is not None
-        pump = OutputPump(name, process.stdout, log, self._console)
+        label = name if self._remote is None else self._remote.label(rank)
+        pump = OutputPump(label, process.stdout, log, self._console)
         self._pumps.append(pump)
         pump.start()
         return process.pid
 
-    def _process(
-        self, rank: int, environ: dict[str, str], has_input: bool
-    ) -> subprocess.Popen[bytes] | WarmProcess:
+    def _process(self, rank: int, environ: dict[str, str], has_input: bool) -> _Process:
+        if self._remote is not None:
+            own = {**os.environ, **self._left.environment}
+            return self._remote.start(rank, self._argv[1:], environ, own, has_input)
         if self._warm is not None and self._network is None:
             return self._warm.start(self._argv[1:], environ, has_input=has_input)
         command = self._argv
@@ -145,7 +150,10 @@ class TaskProcesses:
 
     def exit_code(self, name: str) -> int | None:
         """A task's exit code, without reaping it; None while it runs."""
-        return exit_code_of(self._processes[name])  # type: ignore[arg-type]
+        process = self._processes[name]
+        if isinstance(process, RemoteProcess):
+            return process.exit_code()
+        return exit_code_of(process)  # type: ignore[arg-type]
 
     def signal(self, names: Iterable[str], number: int, to_children: bool = True) -> None:
         """Sends a signal to tasks, unless all have ended."""
@@ -153,8 +161,12 @@ class TaskProcesses:
         with self._lock:
             for name in [] if self.is_released else names:
                 # They are not reaped before `release`, so that the ids are still theirs.
+                process = self._processes[name]
+                if isinstance(process, RemoteProcess):
+                    process.signal(number, to_children)
+                    continue
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    send(self._processes[name].pid, number)
+                    send(process.pid, number)
 
     def kill(self) -> None:
         """Kills all, and what those have started that have ended."""
@@ -238,6 +250,7 @@ class LocalCluster:
         warm: A `WarmPython` whose forks run a Python script; None starts the command.
         gpus_per_worker: As for `plan_tasks`.
         min_workers: How many of the workers are started, if others are to join and leave.
+        remote: `RemoteHosts` of the tasks, whose Python runs the script; None for this machine.
     """
 
     def __init__(
@@ -266,19 +279,26 @@ class LocalCluster:
         warm: WarmPython | None = None,
         gpus_per_worker: int | None = None,
         min_workers: int | None = None,
+        remote: RemoteHosts | None = None,
     ) -> None:
         self._argv = [os.fspath(arg) for arg in argv]
         self._environ = {**os.environ, **(env or {})}
+        if remote is not None:
+            self._environ = {**forwarded(os.environ), **(env or {})}
         # Tasks of other jobs on this machine are none of this one's.
         self._environ[TOKEN_VARIABLE] = self._environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
         self._environ[RESTART_VARIABLE] = str(restart)
-        self.network, self._record, self._warm = network, record, warm
+        self.network, self._record, self._remote = network, record, remote
         hosts = None if network is None else network.addresses
         if hosts is not None and evaluator:
             hosts = hosts[:-1]  # It has a host, and no address.
+        if remote is not None:
+            hosts = remote.addresses
         self.tasks = plan_tasks(
-            workers, ps, chief, hosts, self._environ, True, evaluator, gpus_per_worker
+            workers, ps, chief, hosts, self._environ, remote is None, evaluator, gpus_per_worker
         )
+        if remote is not None:
+            remote.place(self.tasks)
         self._serving_workers = bool(chief and ps)
         self.log_dir = pathlib.Path(log_dir or tempfile.mkdtemp(prefix="keras_psplus_"))
         self._console = console
@@ -303,7 +323,7 @@ class LocalCluster:
         self._task_restarts = TaskRestarts(task_restarts, self._log, jobs)
         self._kills = KernelKills()
         self._began: dict[str, float] = {}
-        self._processes = TaskProcesses(self._argv, self.log_dir, console, network, warm)
+        self._processes = TaskProcesses(self._argv, self.log_dir, console, network, warm, remote)
         self._signals = EndingSignals()
 
     def __enter__(self) -> Self:
@@ -472,7 +492,9 @@ class LocalCluster:
             for name in self._processes
             if name not in self._ends and name not in self._task_restarts
         }
-        fresh = {n: self._kills.named(code) for n, code in codes.items() if code is not None}
+        fresh = {n: code for n, code in codes.items() if code is not None}
+        if self._remote is None:  # Other kernels have counts of their own.
+            fresh = {name: self._kills.named(code) for name, code in fresh.items()}
         for name, code in fresh.items():
             self._ends.note(name, code)
             if self._record is not None:

@@ -95,4 +95,7 @@ def get(
         if parsed is not None:
             name, arguments = parsed
             return _MAKERS[name](*arguments)
-    raise ValueError(f"`{argument}` must be {allowed}. Received: {argument}={shown(identifier)}")
+    hint = specs.hint(identifier, specs.COMPRESSION)
+    raise ValueError(
+        f"`{argument}` must be {allowed}.{hint} Received: {argument}={shown(identifier)}"
+    )

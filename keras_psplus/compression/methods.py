@@ -1,8 +1,34 @@
-"""Checks that compressors implement the methods that a strategy calls."""
+"""Checks of compressors' methods, and the one that stands for none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
 
 from keras_psplus.compression.base import Compressor
 from keras_psplus.compression.by_variable import ByVariable
 from keras_psplus.compression.error_feedback import ErrorFeedback
+
+
+class Identity(Compressor):
+    """Sends a tensor as it is, where others are compressed."""
+
+    reducible = True
+
+    def encode(self, tensor: tf.Tensor, state: Any, step: Any) -> tuple[tuple[tf.Tensor, ...], Any]:
+        return (tensor,), state
+
+    def decode(
+        self, payload: tuple[tf.Tensor, ...], shape: Any, dtype: Any, step: Any
+    ) -> tf.Tensor:
+        return payload[0]
+
+    def wire_bytes(self, shape: Any, dtype: Any, step: int | None = None) -> int:
+        return self.row_bytes(shape, dtype)
+
+
+IDENTITY = Identity()
 
 
 def each(compressor: Compressor | None) -> list[Compressor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import tensorflow as tf
@@ -310,6 +312,19 @@ class StrategyBase:
     _progress: Progress
     _communication: Communication
     _engine: Any
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+        for name in () if takes_all else options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean `{near[0]}`?" if near else ""
+                raise TypeError(
+                    f"{cls.__name__} has no argument `{name}`.{hint} "
+                    f"Received: {name}={options[name]!r}"
+                )
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         given = [f"{n}={v!r}" for n, v in self._options.items() if v not in (None, False)]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import shard_option
-from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.hop import DEFAULT_BUCKET_BYTES
 from keras_psplus.all_reduce.data.elements import BatchAndNext
 from keras_psplus.all_reduce.startup import start, workers_of
 from keras_psplus.all_reduce.strategy import MultiWorkerMirroredStrategy
@@ -134,7 +134,7 @@ class HybridStrategy(MultiWorkerMirroredStrategy):
         startup_timeout: float = 300.0,
         heartbeat_timeout: float = 20.0,
         stall_warning: float | None = 60.0,
-        bucket_bytes: float = gradients.DEFAULT_BUCKET_BYTES,
+        bucket_bytes: float = DEFAULT_BUCKET_BYTES,
         compression: str | dict[str, Any] | Compressor | None = None,
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,

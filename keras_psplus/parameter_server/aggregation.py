@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
+from keras_psplus.compression.methods import IDENTITY
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import ops
@@ -169,7 +170,7 @@ class Pushes:
         )
 
     def _rows(self, gradient: tf.IndexedSlices, target: tf.Variable, by: _Encoding) -> _Piece:
-        compressor, step = by.compressor or _AS_THEY_ARE, by.step
+        compressor, step = by.compressor or IDENTITY, by.step
         values, dtype = gradient.values, gradient.values.dtype
         row_shape = target.shape[1:]
         values = tf.ensure_shape(values, tf.TensorShape([None]).concatenate(row_shape))
@@ -184,9 +185,6 @@ class Pushes:
 
         logical = traffic.size_in_bytes([values, gradient.indices])
         return _Piece(target.device, logical, [*payload, gradient.indices], decode)
-
-
-_AS_THEY_ARE = Compressor()
 
 
 def _keep_alone(gradient: Gradient, key: Any) -> None:

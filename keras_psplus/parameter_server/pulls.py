@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.compression import ByVariable, Compressor, methods
+from keras_psplus.compression.methods import IDENTITY
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch.replica_step import Key, current_step
 from keras_psplus.core.graph.variables import record_read
@@ -185,16 +186,14 @@ def key_of(variable: tf.Variable, compressor: Compressor | None) -> Key:
 
 def _encode(variable: tf.Variable, compressor: Compressor | None, key: Any) -> tuple[Any, ...]:
     with ops.device(variable.device):
-        value = raw_read(variable)
-        payload = (value,)
-        if compressor is not None:
-            state = compressor.init(value.shape, value.dtype)
-            if tf.nest.flatten(state):
-                raise ValueError(
-                    "`pull_compression` cannot keep a state: a server serves all workers alike. "
-                    f"Received: pull_compression={compressor!r}, whose `init` returned {state!r}"
-                )
-            payload, _ = compressor.encode(value, state, _STEP)
+        value, compressor = raw_read(variable), compressor or IDENTITY
+        state = compressor.init(value.shape, value.dtype)
+        if tf.nest.flatten(state):
+            raise ValueError(
+                "`pull_compression` cannot keep a state: a server serves all workers alike. "
+                f"Received: pull_compression={compressor!r}, whose `init` returned {state!r}"
+            )
+        payload, _ = compressor.encode(value, state, _STEP)
     if worker_function.handle_of(variable) is None:
         traffic.count(
             key, traffic.size_in_bytes([value]), traffic.size_in_bytes(payload), payload[0]
@@ -205,9 +204,8 @@ def _encode(variable: tf.Variable, compressor: Compressor | None, key: Any) -> t
 def _decode(
     payload: Sequence[tf.Tensor], variable: tf.Variable, compressor: Compressor | None
 ) -> tf.Tensor:
-    if compressor is None:
-        return payload[0]
-    return compressor.decode(tuple(payload), variable.shape, variable.dtype, _STEP)
+    used = compressor or IDENTITY
+    return used.decode(tuple(payload), variable.shape, variable.dtype, _STEP)
 
 
 def lookup(

@@ -206,7 +206,9 @@ def read_task() -> config.TaskConfig:
     for job in ("chief", "worker", "ps"):
         if job not in task.cluster:
             raise config.ClusterConfigError(
-                f"ParameterServerStrategy needs at least one `{job}` task. "
+                f"ParameterServerStrategy needs at least one `{job}` task: start the script by "
+                "`keras-psplus run --workers 2 --ps 1` (without --ps there is no chief either), or "
+                "add it to TF_CONFIG's cluster. "
                 f"Received: {task.describe()}"
             )
     return task

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.hop import sum_packed
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
@@ -277,7 +277,7 @@ class ShardedEngine(AllReduceEngine):
         return not isinstance(gradient, tf.IndexedSlices)
 
     def _sum_over_parts(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return gradients.sum_packed(self.strategy.extended.sharing_launcher, tensors)
+        return sum_packed(self.strategy.extended.sharing_launcher, tensors)
 
     def _cut_if_dense(self, before: list[Any], clipped: list[Any], places: Places) -> list[Any]:
         """This worker's parts of gradients that were rows until they were clipped."""

@@ -8,28 +8,33 @@ weights stay equal, and what a change leaves out is in the next one (error feedb
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.all_reduce.reduction.compressed import CompressedSum
-from keras_psplus.all_reduce.reduction.compressors import check_rows
-from keras_psplus.all_reduce.topology import shards
-from keras_psplus.compression import Compressor, ErrorFeedback
-from keras_psplus.compression.methods import without_feedback
+from keras_psplus.all_reduce.collectives.hop import (
+    Coding,
+    Cut,
+    Hop,
+    HopOrder,
+    Route,
+    buckets,
+    row_of,
+    rows_of,
+    shards_of,
+    wholes_of,
+)
+from keras_psplus.all_reduce.reducers import RingSum
+from keras_psplus.all_reduce.reduction.methods import bucket_key, check_rows, cost_of
+from keras_psplus.compression import Compressor
 from keras_psplus.core.batch.replica_step import TensorTraffic, TrafficVariables
 from keras_psplus.sharding.variable import ParameterPart
 from keras_psplus.tf_internals import framework_ops
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-    from keras_psplus.all_reduce.topology.levels import Hop
-    from keras_psplus.all_reduce.topology.shards import Route
     from keras_psplus.engine import Variables
 
 
@@ -51,14 +56,12 @@ class PartExchange:
         states: ReplicaStates,
         between: Hop | None = None,
     ) -> None:
-        self._between: CompressedSum | None = None
+        self._between: RingSum | None = None
         self._route, self._bucket_bytes, self._states = route, bucket_bytes, states
         self._of_gradients, self._of_changes = compressors
         if between is not None:
-            place = between.launcher, between.place, between.size
-            self._between = CompressedSum(
-                *place, self._of_gradients, bucket_bytes, False, states.within("between")
-            )
+            own = states.within("between")
+            self._between = RingSum(between, self._of_gradients, bucket_bytes, False, own)
             self._of_gradients = None
         self.traffic = TrafficVariables()
         # Of the last bucket of gradients.
@@ -68,7 +71,7 @@ class PartExchange:
         self,
         tensors: Sequence[tf.Tensor],
         variables: Variables,
-        cuts: Sequence[shards.Cut],
+        cuts: Sequence[Cut],
         numbers: Sequence[int],
         step: tf.Tensor,
     ) -> list[tf.Tensor]:
@@ -81,22 +84,20 @@ class PartExchange:
         """
         parts: list[Any] = [None] * len(tensors)
         compressors = [compressor_of(self._of_gradients, v) for v in variables]
-        sent, order = list[tf.Tensor](), gradients.HopOrder()
+        sent, order = list[tf.Tensor](), HopOrder()
         for own in self._buckets(tensors, compressors, cuts):
             compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
             with order.waiting():
-                rows = shards.rows_of([tensors[i] for i in own], of_own)
-            if compressor is None:
-                row = self._route.scatter(rows)
-            else:
-                # Processors that encode this before the last is on its way leave the link idle.
-                rows = self._route.scatter_within(rows)
-                rows = gradients.after(sent, tf.cast(rows, tf.float32))
-                row, words = self._scatter(compressor, rows, [numbers[i] for i in own], step)
-                sent = [words]
+                rows = rows_of([tensors[i] for i in own], of_own)
+            coding = self._coding("scatter", compressor, [numbers[i] for i in own], step)
+            # Processors that encode this before the last is on its way leave the link idle.
+            row = self._route.scatter(rows, coding, sent)
+            if coding is not None:
+                coding.keep()
+                sent = [coding.words]
             order.end([row])
             self._scattered = row
-            found = shards.shards_of(row, of_own)
+            found = shards_of(row, of_own)
             for i, part in zip(own, self.sum_between(found, [variables[i] for i in own], step)):
                 parts[i] = tf.cast(part, tensors[i].dtype)
         self.count(variables, [cut.width for cut in cuts], compressors)
@@ -114,18 +115,14 @@ class PartExchange:
         """
         variables, cuts = [part.of for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
-        order = gradients.HopOrder()
+        order = HopOrder()
         for own in self._buckets(parts, compressors, cuts):
-            compressor, of_own = compressors[own[0]], [cuts[i] for i in own]
+            compressor, of_own = compressors[own[0]], [parts[i] for i in own]
             with order.waiting(), self._after_scatter():
-                if compressor is None:
-                    row = shards.row_of([parts[i].value() for i in own])
-                    rows = self._route.gather(row)
-                else:
-                    row = shards.row_of([parts[i].change() for i in own])
-                    rows = self._gather(compressor, row, [numbers[i] for i in own], step)
-                    rows = self._route.gather_within(tf.cast(rows, parts[own[0]].dtype))
-            wholes = shards.wholes_of(rows, of_own)
+                coding = self._coding("gather", compressor, [numbers[i] for i in own], step)
+                row = row_of([p.value() if coding is None else p.change() for p in of_own])
+                rows = self._route.gather(row, coding, of_own[0].dtype)
+            wholes = wholes_of(rows, [part.cut for part in of_own])
             order.end([wholes[-1]])
             for i, whole in zip(own, wholes):
                 value = variables[i]._value
@@ -167,11 +164,11 @@ class PartExchange:
         self,
         items: Sequence[Any],
         compressors: Sequence[Compressor | None],
-        cuts: Sequence[shards.Cut],
+        cuts: Sequence[Cut],
     ) -> list[list[int]]:
         """Numbers of items of one dtype and compressor, from the last layer back."""
         # As backprop makes gradients ready.
-        found = gradients.buckets(
+        found = buckets(
             reversed(range(len(items))),
             lambda i: (items[i].dtype, id(compressors[i])),
             lambda i: cuts[i].number * cuts[i].width * items[i].dtype.size,
@@ -179,42 +176,16 @@ class PartExchange:
         )
         return [numbers for _, numbers in found]
 
-    def _scatter(
-        self, compressor: Compressor, rows: tf.Tensor, numbers: Sequence[int], step: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        name, state = self._read("scatter", compressor, rows, numbers)
-        row, words, payload, keep = routes.scatter_row(
-            self._route.launcher, self._route.size, compressor, rows, state, step
-        )
-        inner = without_feedback(compressor)
-        if inner is not compressor:
-
-            def own() -> tf.Tensor:
-                return inner.decode_rows(payload, (rows.shape[1],), tf.float32, step)
-
-            self._states.write(name, keep(own))
-        return row, words
-
-    def _gather(
-        self, compressor: Compressor, row: tf.Tensor, numbers: Sequence[int], step: tf.Tensor
-    ) -> tf.Tensor:
-        name, state = self._read("gather", compressor, row, numbers)
-        hop = self._route.launcher, self._route.place, self._route.size
-        rows, _, keep = routes.gather_row(*hop, compressor, row, state, step)
-        if isinstance(compressor, ErrorFeedback):
-            self._states.write(name, keep())
-        return rows
-
-    def _read(
-        self, route: str, compressor: Compressor, rows: tf.Tensor, numbers: Sequence[int]
-    ) -> tuple[str, Any]:
-        """Name and value of a bucket's state, which another number of workers cannot use."""
-        name = f"{route} {zlib.crc32(repr(list(numbers)).encode()):08x} of {self._route.size}"
+    def _coding(
+        self, way: str, compressor: Compressor | None, numbers: Sequence[int], step: tf.Tensor
+    ) -> Coding | None:
+        """Coding of a bucket, whose state another number of workers cannot use."""
+        if compressor is None:
+            return None
+        name = f"{way} {bucket_key(numbers)} of {self._route.last.size}"
         if self._route.group_size > 1:
             name += f" of {self._route.workers}"
-        if not isinstance(compressor, ErrorFeedback):
-            return name, ()
-        return name, self._states.read(name, lambda: compressor.init(rows.shape, tf.float32))
+        return Coding(compressor, step, self._states, name)
 
 
 def compressor_of(chooser: Compressor | None, variable: Any) -> Compressor | None:
@@ -233,16 +204,16 @@ def entries_of(
 ) -> list[TensorTraffic]:
     """Costs of so many elements of each variable for each of the other workers."""
     entries = []
+    size, inside = route.last.size, route.group_size - 1
     for i, (variable, width) in enumerate(zip(variables, widths)):
-        dtype, compressor = tf.as_dtype(variable.dtype), compressors and compressors[i]
-        size = whole = math.prod(variable.shape) * dtype.size
-        each, name = width * dtype.size, None
-        if compressor:
-            size = compressor.wire_bytes(tuple(variable.shape), dtype)
-            each, name = compressor.row_bytes((width,), dtype), repr(compressor)
-        whole, size = (whole, size) if is_gradient else (0, 0)
-        last, hops = (route.size - 1) * each, route.group_size - 1
-        wire = last + hops * route.size * width * dtype.size
-        between = last if hops else 0
-        entries.append(TensorTraffic(variable.path, name, whole, size, wire, between))
+        dtype, compressor = tf.as_dtype(variable.dtype), compressors[i] if compressors else None
+        sent = whole = math.prod(variable.shape) * dtype.size
+        each = plain = width * dtype.size
+        if compressor is not None:
+            sent = compressor.wire_bytes(tuple(variable.shape), dtype)
+            each = compressor.row_bytes((width,), dtype)
+        whole, sent = (whole, sent) if is_gradient else (0, 0)
+        last = (size - 1) * each
+        wire, between = last + inside * size * plain, last if inside else 0
+        entries.append(cost_of(variable.path, compressor, whole, sent, wire, between))
     return entries

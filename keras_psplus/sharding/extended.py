@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_psplus.all_reduce.collectives.hop import Hop, Route
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
-from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.levels import Hop, Levels, keys_of, levels_of
-from keras_psplus.all_reduce.topology.shards import Route, ranks_by_place
+from keras_psplus.all_reduce.topology.group_topology import (
+    Levels,
+    Topology,
+    keys_of,
+    levels_of,
+    ranks_by_place,
+)
 from keras_psplus.sharding.store import ShareStore
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable
 
@@ -93,9 +98,10 @@ class ShardedExtended(MultiWorkerMirroredExtended):
     def route(self) -> Route:
         if self._order and self.levels:
             within, between, *_ = self.levels[0]
-            return Route(between.launcher, between.place, between.size, within)
+            return Route(between, within)
         workers = self.sharing_workers
-        return Route(self.sharing_launcher, workers.index(self._id_in_cluster), len(workers))
+        place = workers.index(self._id_in_cluster)
+        return Route(Hop(self.sharing_launcher, workers, place))
 
     def _make_store_route(self) -> Route:
         """Makes the way of rows between all workers that have parts of one variable."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.topology.shards import Cut
+from keras_psplus.all_reduce.collectives.hop import Cut
 
 # Elements of a row that workers send whole.
 _LONGEST_ROW = 1 << 18

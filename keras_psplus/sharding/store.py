@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.topology.levels import launcher_like
-from keras_psplus.all_reduce.topology.shards import Route
+from keras_psplus.all_reduce.collectives.hop import Hop, Route
 from keras_psplus.cluster.process import signals
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.core.jobs import failure, leave
@@ -103,12 +102,12 @@ class ShareStore:
         self._number, self._everyone = rank, tuple(range(len(control.names)))
         group = self._everyone if group is None else tuple(group)
         self.route, self.rank, self.workers = route, group.index(rank), len(group)
-        self.device: str = route.launcher._device
+        self.device: str = route.last.launcher._device
         self.restoring, self.is_together = False, ThreadFlag()
         self._control, self._progress = control, progress
-        self._host = launcher_like(host, group_key, self._everyone)
-        sharing = launcher_like(host, group_key + 1 + min(group), group)
-        self._sharing = Route(sharing, self.rank, self.workers)
+        self._host = host.like(group_key, self._everyone)
+        sharing = host.like(group_key + 1 + min(group), group)
+        self._sharing = Route(Hop(sharing, group, self.rank))
         self._prefix = f"keras_psplus/shares/{next(_numbers)}"
         # They are kept until all workers have let go of them: a script that has ended on one worker
         # may save on another.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.topology import shards
 from keras_psplus.keras_internals.keras_parts import ops
 from keras_psplus.updates import map_values
 from keras_psplus.updates.base import zeros_like
@@ -17,7 +16,7 @@ from keras_psplus.updates.base import zeros_like
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
-    from keras_psplus.all_reduce.topology.shards import Route
+    from keras_psplus.all_reduce.collectives.hop import Cut, Route
     from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
 
@@ -110,7 +109,7 @@ def layouts(
         yield own, OwnerLayout(shapes, owners, workers)
 
 
-def part_of_slices(slices: tf.IndexedSlices, cut: shards.Cut, rank: int) -> tf.IndexedSlices:
+def part_of_slices(slices: tf.IndexedSlices, cut: Cut, rank: int) -> tf.IndexedSlices:
     """A worker's part of a gradient of rows: rows, or elements if rows are cut.
 
     What comes twice stays so: Keras squares the rows of a batch one by one.

@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
-from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.all_reduce.topology import shards
+from keras_psplus.all_reduce.collectives.hop import Coding, buckets, row_of, wholes_of
 from keras_psplus.core.batch.replica_step import TrafficVariables, current_step
 from keras_psplus.core.graph.compiled_calls import CompiledFunction, graphs, is_in_gradient_of
 from keras_psplus.core.graph.variables import record_read
@@ -43,7 +41,7 @@ from keras_psplus.tf_internals import (
 from keras_psplus.updates.base import numbers_of
 
 if TYPE_CHECKING:
-    from keras_psplus.all_reduce.topology.shards import Route
+    from keras_psplus.all_reduce.collectives.hop import Route
     from keras_psplus.compression import Compressor
     from keras_psplus.sharding.weight import PartOfWeight, WeightShare
 
@@ -255,26 +253,19 @@ class Units:
         with record.stop_recording(), tf.control_dependencies(reasons):
             kinds = [(w.dtype, id(c)) for w, c in zip(weights, compressors)]
             of_number = kinds.__getitem__, size.__getitem__
-            for _, bucket in gradients.buckets(range(len(size)), *of_number, self._bucket_bytes):
+            for _, bucket in buckets(range(len(size)), *of_number, self._bucket_bytes):
                 cuts = [weights[i].place.parts for i in bucket]
-                row = shards.row_of([tf.identity(weights[i].part.value()) for i in bucket])
-                rows = self._gather_row(row, compressors[bucket[0]])
-                for i, whole in zip(bucket, shards.wholes_of(rows, cuts)):
+                row = row_of([tf.identity(weights[i].part.value()) for i in bucket])
+                compressor = compressors[bucket[0]]
+                # At any step alike: backward computes with what forward has computed with.
+                coding = None if compressor is None else Coding(compressor, tf.zeros([], tf.int64))
+                rows = self._route.gather(row, coding)
+                for i, whole in zip(bucket, wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
         cuts = [one.place.parts for one in weights]
         widths = [cut.width for cut in cuts]
         self.traffic.add(entries_of(weights, widths, compressors, self._route, False))
         return wholes
-
-    def _gather_row(self, row: tf.Tensor, compressor: Compressor | None) -> tf.Tensor:
-        """All workers' rows; as they are decoded if there is a compressor."""
-        if compressor is None:
-            return self._route.gather(row)
-        # At any step alike: backward computes with what forward has computed with.
-        wide, step = tf.cast(row, tf.float32), tf.zeros([], tf.int64)
-        hop = self._route.launcher, 0, self._route.size
-        rows, _, _ = routes.gather_row(*hop, compressor, wide, (), step)
-        return self._route.gather_within(tf.cast(rows, row.dtype))
 
 
 class UnitCall:

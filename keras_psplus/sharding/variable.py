@@ -12,15 +12,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.all_reduce.collectives.hop import Cut
 from keras_psplus.all_reduce.step.mirrored_variables import WIDER
-from keras_psplus.all_reduce.topology.shards import Cut
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import WrittenVariable
 
 if TYPE_CHECKING:
+    from keras_psplus.all_reduce.collectives.hop import Route
     from keras_psplus.all_reduce.collectives.operations import Launcher
-    from keras_psplus.all_reduce.topology.shards import Route
     from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.store import ShareStore
 

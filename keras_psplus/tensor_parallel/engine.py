@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.hop import sum_packed
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.core.batch.replica_step import current_step
@@ -287,14 +287,14 @@ class ShardedModelParallelEngine(ModelParallelEngine):
                 (self.strategy.extended.group.launcher, in_rows),
             ):
                 own = [i for i in parts if has_parts[i]]
-                found |= zip(own, gradients.sum_packed(launcher, [found[i] for i in own]))
+                found |= zip(own, sum_packed(launcher, [found[i] for i in own]))
             return [found[i] for i in parts]
 
         return parts, total
 
     def _meet(self) -> list[tf.Tensor]:
         # Those of a row wait for each other in each step.
-        return gradients.sum_packed(self.strategy.extended.launcher(0), [tf.zeros([])])
+        return sum_packed(self.strategy.extended.launcher(0), [tf.zeros([])])
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         if place.is_everywhere:

@@ -11,12 +11,10 @@ import tensorflow as tf
 from keras_psplus import activation, catalogue
 from keras_psplus import updates as updates_module
 from keras_psplus.all_reduce import MultiWorkerMirroredStrategy, shard_option, startup
-from keras_psplus.all_reduce.collectives.gradients import DEFAULT_BUCKET_BYTES
+from keras_psplus.all_reduce.collectives.hop import DEFAULT_BUCKET_BYTES, Hop, Route
 from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
 from keras_psplus.all_reduce.topology import group_topology as topology_module
 from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.levels import launcher_like
-from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.arguments import shown
 from keras_psplus.cluster.process import memory
 from keras_psplus.core.batch import batches
@@ -65,14 +63,14 @@ class ModelParallelExtended(ShardedExtended):
         )
         self._of_all, self._of_all_hosts = launcher, host
         first = self.take_group_keys(len(rows) + 2 * len(rows[0]))
-        in_row = launcher_like(launcher, first + row, rows[row])
+        in_row = launcher.like(first + row, rows[row])
         self._group = ModelGroup(in_row, place, len(rows[row]))
         first, column = first + len(rows), self.grid.column_of(rank)
         for i, (operations, one) in enumerate(
             ((self._cross_device_ops, launcher), (self._host_cross_device_ops, host))
         ):
             key = first + i * len(rows[0]) + place
-            operations.narrow([launcher_like(one, key, column)])
+            operations.narrow([one.like(key, column)])
 
     @property
     def group(self) -> ModelGroup:
@@ -99,15 +97,15 @@ class ModelParallelExtended(ShardedExtended):
     @property
     def route(self) -> Route:
         if self.cuts_slots:
-            return Route(self.launcher(0), self.world.rank, len(self.grid.rows))
+            return Route(Hop(self.launcher(0), range(len(self.grid.rows)), self.world.rank))
         return super().route
 
     def _make_store_route(self) -> Route:
         if not self.cuts_slots:
             return self.route
         workers = self.sharing_workers
-        launcher = launcher_like(self._of_all, self.take_group_keys(1), workers)
-        return Route(launcher, workers.index(self._id_in_cluster), len(workers))
+        launcher = self._of_all.like(self.take_group_keys(1), workers)
+        return Route(Hop(launcher, workers, workers.index(self._id_in_cluster)))
 
     @property
     def sharing_launcher(self) -> Launcher:

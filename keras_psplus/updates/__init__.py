@@ -57,5 +57,6 @@ def get(updates: Updates | str | None) -> Updates | None:
         return _CLASSES[name](*steps)
     raise ValueError(
         "`updates` must be `keras_psplus.updates.Accumulate(steps)`, `LocalSGD(every)`, "
-        f"`DiLoCo(every)`, {specs.UPDATES_ALLOWED}, or None. Received: updates={shown(updates)}"
+        f"`DiLoCo(every)`, {specs.UPDATES_ALLOWED}, or None.{specs.hint(updates, specs.UPDATES)} "
+        f"Received: updates={shown(updates)}"
     )

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from tensorflow.python.distribute import cross_device_utils
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.collectives import gradients, operations, size_classes
-from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.all_reduce.reduction.compressed import CompressedSum
+from keras_psplus.all_reduce.collectives import hop, instance_keys, operations
+from keras_psplus.all_reduce.collectives.hop import Hop, Joined
+from keras_psplus.all_reduce.reducers import RingSum
 
 
 @given(st.integers(0, 10_000_000))
 def test_rows_are_padded_by_an_eighth_at_most(rows):
-    padded, index = size_classes.of(tf.constant(rows))
+    padded, index = instance_keys.size_class_of(tf.constant(rows))
     assert rows <= int(padded) <= max(1, rows * 9 / 8)
-    assert 0 <= int(index) < size_classes.COUNT
+    assert 0 <= int(index) < instance_keys.SIZE_CLASSES
 
 
 class FakeLauncher:
@@ -43,17 +43,17 @@ class Named(NamedTuple):
 
 def test_buckets_are_in_the_order_in_which_they_are_complete():
     items = ["a0", "a1", "a2", "b3", "c4", "b5", "c6"]
-    found = gradients.buckets(items, lambda item: item[0], lambda item: 1, 2)
+    found = hop.buckets(items, lambda item: item[0], lambda item: 1, 2)
     expected = [("a", ["a0", "a1"]), ("a", ["a2"]), ("b", ["b3", "b5"]), ("c", ["c4", "c6"])]
     assert found == expected
 
 
 def test_large_items_are_alone_and_the_rest_comes_behind_them():
     items = ["a1", "a4", "a2", "b1", "a1", "a5", "b1"]
-    found = gradients.buckets(items, lambda item: item[0], lambda item: int(item[1]), 4)
+    found = hop.buckets(items, lambda item: item[0], lambda item: int(item[1]), 4)
     small = ("a", ["a1", "a2", "a1"])
     assert found == [("a", ["a4"]), small, ("a", ["a5"]), ("b", ["b1", "b1"])]
-    found = gradients.buckets(items[1:], lambda item: item[0], lambda item: int(item[1]), 4)
+    found = hop.buckets(items[1:], lambda item: item[0], lambda item: int(item[1]), 4)
     assert found == [("a", ["a4"]), ("a", ["a5"]), ("a", ["a2", "a1"]), ("b", ["b1", "b1"])]
 
 
@@ -61,7 +61,7 @@ def test_a_bucket_waits_until_the_second_before_it_has_ended():
     variables = [Named(f"weight_{i}", tf.TensorShape([3])) for i in range(5)]
     launcher = FakeLauncher()
     launcher.all_reduce = tf.identity
-    add_up = CompressedSum(launcher, 0, 2, None, bucket_bytes=1, timed=False)
+    add_up = RingSum(Hop(launcher, range(2), 0), None, bucket_bytes=1, timed=False)
 
     @tf.function(autograph=False)
     def step(grads):
@@ -75,7 +75,7 @@ def test_a_bucket_waits_until_the_second_before_it_has_ended():
 
 
 def total(launcher, grads, bucket_bytes=4 << 20):
-    add_up = CompressedSum(launcher, 0, 2, None, bucket_bytes)
+    add_up = RingSum(Hop(launcher, range(2), 0), None, bucket_bytes)
     variables = [
         Named(f"v{i}", (5, 3) if isinstance(g, tf.IndexedSlices) else g.shape)
         for i, g in enumerate(grads)
@@ -121,15 +121,15 @@ def test_any_bucket_size_gives_the_same(bucket_bytes):
 
 def test_rows_of_long_buckets_are_of_whole_blocks():
     int8 = compression.Int8(block_size=16)
-    assert routes.rows_for(3, int8, [tf.zeros([100]), tf.zeros([20])]) == (3, 40)
-    assert routes.rows_for(3, int8, [tf.zeros([3000])]) == (3, 1008)
-    assert routes.rows_for(2, compression.RandomK(0.1), [tf.zeros([3001])]) == (2, 1501)
+    assert Joined([tf.zeros([100]), tf.zeros([20])], 3, int8.row_multiple).width == 40
+    assert Joined([tf.zeros([3000])], 3, int8.row_multiple).width == 1008
+    assert Joined([tf.zeros([3001])], 2, compression.RandomK(0.1).row_multiple).width == 1501
 
 
 @given(st.integers(1, 5000), st.integers(1, 30_000), st.integers(1, 600))
 def test_pieces_are_the_whole(elements, size, multiple):
     tensor = tf.range(elements, dtype=tf.float32)
-    pieces = gradients.pieces(tensor, size, multiple)
+    pieces = hop.pieces(tensor, size, multiple)
     np.testing.assert_array_equal(tf.concat(pieces, 0), tensor)
     assert len(pieces) <= min(8, max(1, 4 * elements // size))
     assert all(len(piece) % multiple == 0 and len(piece) for piece in pieces[:-1])
@@ -137,7 +137,7 @@ def test_pieces_are_the_whole(elements, size, multiple):
 
 def test_little_that_is_sent_shares_messages():
     launcher = FakeLauncher()
-    add_up = CompressedSum(launcher, 0, 2, compression.PowerSGD(1), bucket_bytes=20_000)
+    add_up = RingSum(Hop(launcher, range(2), 0), compression.PowerSGD(1), bucket_bytes=20_000)
     grads = [tf.ones([100, 100])] * 4
     add_up(grads, [Named(f"v{i}", (100, 100)) for i in range(4)], tf.constant(0, tf.int64))
     # Both factors of all four, though each gradient would fill a bucket.
@@ -265,7 +265,7 @@ def test_what_is_encoded_later_waits_until_the_last_is_on_its_way(own_kernels, m
     monkeypatch.setenv("KERAS_PSPLUS_NATIVE", own_kernels)
     launcher = launcher_of_two("/device:CPU:0")
     compressor = compression.ErrorFeedback(compression.Int8(block_size=16))
-    add_up = CompressedSum(launcher, 0, 2, compressor, bucket_bytes=4000)
+    add_up = RingSum(Hop(launcher, range(2), 0), compressor, bucket_bytes=4000)
     shapes = [(50, 20), (40, 60), (3000,), (64, 16)]
 
     @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes], autograph=False)

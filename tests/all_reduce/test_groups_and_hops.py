@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.topology import auto_topology, group_topology, shards
+from keras_psplus.all_reduce.collectives import hop
+from keras_psplus.all_reduce.topology import auto_topology, group_topology
 from keras_psplus.all_reduce.topology.group_topology import Topology, compressors_per_hop
 from keras_psplus.cluster import TaskConfig
 from tests.support.tables import for_each
@@ -112,16 +113,16 @@ def test_table_of_links():
 def test_shards_make_the_whole(shape, number, shard):
     tensor = tf.reshape(tf.range(np.prod(shape), dtype=tf.float32), shape)
     other = tf.ones([5])
-    cuts = [shards.Cut.of(one, number) for one in (tensor, other)]
+    cuts = [hop.Cut.of(one, number) for one in (tensor, other)]
     assert cuts[0].shard == shard
-    rows = shards.rows_of([tensor, other], cuts)
+    rows = hop.rows_of([tensor, other], cuts)
     assert rows.shape[0] == number
-    for found, expected in zip(shards.wholes_of(rows, cuts), (tensor, other), strict=True):
+    for found, expected in zip(hop.wholes_of(rows, cuts), (tensor, other), strict=True):
         np.testing.assert_array_equal(found, expected)
     row = rows[:1]
-    parts = shards.shards_of(row, cuts)
+    parts = hop.shards_of(row, cuts)
     assert [tuple(part.shape) for part in parts] == [cut.shard for cut in cuts]
-    np.testing.assert_array_equal(shards.row_of(parts), row)
+    np.testing.assert_array_equal(hop.row_of(parts), row)
 
 
 class Exchange:
@@ -139,10 +140,10 @@ class Exchange:
 @for_each("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_rows_of_any_type_are_summed_and_gathered(dtype):
     rows = tf.cast(tf.reshape(tf.range(15), [3, 5]), dtype)
-    summed = shards.scatter(Exchange(3), rows)
+    summed = hop.Hop(Exchange(3), range(3), 0).scatter(rows)
     assert summed.dtype == dtype and summed.shape == (1, 5)
     np.testing.assert_array_equal(tf.cast(summed, tf.float64), [[15.0, 18.0, 21.0, 24.0, 27.0]])
-    gathered = shards.gather(Exchange(3), rows[:1], 3)
+    gathered = hop.Hop(Exchange(3), range(3), 0).gather(rows[:1])
     assert gathered.dtype == dtype
     np.testing.assert_array_equal(tf.cast(gathered, tf.float64), [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3)
 

@@ -161,7 +161,7 @@ def automatic(topology):
             )
             for a, b in measured
         }
-        with mock.patch.object(auto_topology.links_module, "measure", return_value=of_racks):
+        with mock.patch.object(auto_topology, "measure", return_value=of_racks):
             with mock.patch.object(auto_topology, "_WINS", 0.0):
                 assert auto_topology.choose(extended) == group_topology.FLAT
             with mock.patch.object(auto_topology, "_WINS", float("inf")):

@@ -13,6 +13,8 @@ import tensorflow as tf
 import keras_psplus
 from keras_psplus import catalogue, versions
 from keras_psplus.cli import bench, doctor, main, run
+from keras_psplus.cli.flags import show_failure
+from keras_psplus.cluster.launcher.task_ends import ClusterResult
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.process.signals import GRACE_VARIABLE
 
@@ -58,6 +60,10 @@ def test_run_help_explains_every_flag(capsys):
     for flag in ("workers", "ps", "chief", "strategy", "log_dir", "timeout", "dry_run", "hosts"):
         assert flag in out
     assert max(map(len, out.splitlines())) <= 100
+    # The six most used come first.
+    flags = re.findall(r"^  --(?:\[no\])?(\w+)", out, re.M)
+    assert set(flags[:6]) == {"workers", "ps", "strategy", "hosts", "max_restarts", "log_dir"}
+    assert "\nfailures and time:\n" in out
 
 
 def test_run_help_names_entries_that_there_are(capsys):
@@ -96,6 +102,8 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--ps 1 --workers 0 --strategy sync_parameter_server", "needs a chief and workers"),
         ("--compression lzma", '--compression must be one of "bf16"'),
         ("--compression topk", "Received: --compression=topk"),
+        ("--compression powrsgd:4", "Did you mean 'powersgd:4'? Received: --compression=powrsgd:4"),
+        ("--updates locl_sgd:8", "Did you mean 'local_sgd:8'?"),
         ("--updates diloco", '--updates must be one of "accumulate:4"'),
         ("--updates diloco:x", "Received: --updates=diloco:x"),
         ("--strategy all_reduce_int8 --compression bf16", "take --strategy all_reduce, which"),
@@ -128,6 +136,11 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--hosts a,b/c", "the address of worker-1, 'b/c:2222', is wrong"),
         ("--hosts a,", "the address of worker-1, ':2222', is wrong"),
         ("--hosts ::1,b", "IPv6 host in brackets"),
+        ("--hosts a,b --ps 1", "1 ps and a chief leave no host for a worker"),
+        ("--hosts a,b --hostfile f", "name the same: leave out one"),
+        ("--hostfile no_file", "the file of hosts cannot be read"),
+        ("--hosts a,b --warm", "--warm starts tasks of this machine alone"),
+        ("--ssh ssh", "--ssh goes with --hosts. Received: --ssh=ssh"),
         ("--hosts a,A", "worker-0 and worker-1 have the same address 'A:2222'"),
     ],
 )
@@ -144,20 +157,24 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script):
         (["runn"], "no command 'runn'"),
         (["run"], "name the script"),
         (["run", "no_such.py"], "no script 'no_such.py'"),
-        (["run", "--workrs", "2", "SCRIPT"], "Did you mean: workers"),
+        (["run", "--workrs", "2", "SCRIPT"], "Did you mean: --workers?"),
+        (["run", "-n", "2", "SCRIPT"], "Did you mean: --workers? Received: -n"),
+        (["run", "-np", "2", "SCRIPT"], "Did you mean: --workers?"),
+        (["run", "--nproc_per_node=2", "SCRIPT"], "Did you mean: --workers?"),
+        (["run", "-H", "a,b", "SCRIPT"], "Did you mean: --hosts?"),
+        (["doctor", "-n", "2"], "no such flag. Received: -n"),
         (["run", "--workers", "two", "SCRIPT"], "workers"),
         (["run", "--workers", "-1", "SCRIPT"], "workers"),
         (["run", "--workers", "0", "SCRIPT"], "at least one worker"),
         (["run", "--strategy", "no_such", "SCRIPT"], "no entry 'no_such'"),
         (["run", "--hosts", "a,b", "--workers", "3", "SCRIPT"], "3 tasks"),
         (["run", "--max_restarts", "-1", "SCRIPT"], "Received: --max_restarts=-1"),
-        (["run", "--hosts", "a,b", "--max_restarts=2", "SCRIPT"], "Received: --max_restarts=2"),
         (["run", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["run", "--grace", "soon", "SCRIPT"], "Received: --grace=soon"),
         (["exec", "--grace", "-1", "SCRIPT"], "Received: --grace=-1"),
         (["exec", "--grace", "nan", "SCRIPT"], "Received: --grace=nan"),
         (["add-worker"], "name one job"),
-        (["add-worker", "1", "--hosts", "h1"], "on its host; under Slurm"),
+        (["add-worker", "1", "--hosts", "h1"], "by the process id of its launcher"),
         (["add-worker", "1", "2"], "Received: 1 2"),
         (["add-worker", "no job"], "Received: no job"),
         (["serve"], "serve needs a TF_CONFIG"),
@@ -210,18 +227,19 @@ def test_layout_defaults(capsys, script):
     ]
 
 
-def test_hosts_are_printed_not_started(capsys, script):
-    tasks = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+def test_hosts_are_printed_by_a_dry_run(capsys, script):
+    flags = ["--dry_run", "--hosts", "a,me@b:2299,c", "--ps", "1", script]
+    tasks = dry_run(capsys, *flags)
     variables, command = tasks["worker-0"]
     assert json.loads(variables["TF_CONFIG"])["cluster"] == {
         "chief": ["a:2222"],
-        "worker": ["b:99"],
+        "worker": ["b:2299"],
         "ps": ["c:2222"],
     }
     assert command == ["python", script]
     # One for all tasks, and another one for each job.
     tokens = {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in tasks.values()}
-    others = dry_run(capsys, "--hosts", "a,b:99,c", "--ps", "1", script)
+    others = dry_run(capsys, *flags)
     tokens |= {variables["KERAS_PSPLUS_JOB_TOKEN"] for variables, _ in others.values()}
     assert len(tokens) == 2 and min(map(len, tokens)) == 32
 
@@ -276,6 +294,48 @@ def test_run_shows_the_first_failures_traceback_last(tmp_path, capfd):
     assert err.rstrip().endswith("ValueError: from 1")
     assert "worker-1 failed first:\nTraceback" in err
     assert "worker-1: exit code 1, first to fail" in err and f"logs: {tmp_path}" in err
+
+
+def failure_of(tmp_path, capsys, codes, **logs):
+    """Shows the end of a job whose worker 0 has failed first; returns what is written."""
+    paths = {name: tmp_path / name for name in codes}
+    for name, path in paths.items():
+        path.write_text(logs.get(name.replace("-", "_"), ""))
+    show_failure(ClusterResult(codes, paths, first_failure="worker-0"), tmp_path, 0.0)
+    return capsys.readouterr().err
+
+
+def test_a_killed_tasks_own_last_lines_are_shown(tmp_path, capsys):
+    noise = "2026-11-23 18:58:38.123456: I tensorflow/core/platform/port.cc:153] text\n" * 30
+    log = "epoch 1 done\n" + noise
+    said = failure_of(tmp_path, capsys, {"worker-0": -9}, worker_0=log)
+    assert said.endswith("worker-0 failed first:\nepoch 1 done\n")
+    # There may be nothing else.
+    said = failure_of(tmp_path, capsys, {"worker-0": -9}, worker_0=noise)
+    assert said.count("port.cc") == 20
+
+
+def test_a_worker_whose_script_had_ended_is_named(tmp_path, capsys):
+    lost = "Traceback (most recent call last)\nPeerLostError: worker-1 (h:1) stopped answering\n"
+    for code, is_said in ((0, True), (1, False)):
+        codes = {"worker-0": 1, "worker-1": code}
+        said = failure_of(tmp_path, capsys, codes, worker_0=lost)
+        assert ("worker-1: the script had ended there with exit code 0" in said) == is_said
+
+
+def test_calls_of_other_libraries_are_named(tmp_path, capsys):
+    script = tmp_path / "other.py"
+    script.write_text(
+        "def main():\n"
+        "    # tf.distribute.MirroredStrategy()\n"
+        "    strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+        "    hvd.init()\n"
+    )
+    assert main.main(["run", "--workers=1", str(script)]) == 0
+    err = capsys.readouterr().err
+    assert f"{script}:3: tf.distribute.MultiWorkerMirroredStrategy(...) does not have" in err
+    assert f"{script}:4: hvd.init(...)" in err and ":2:" not in err
+    assert err.count("`strategy = keras_psplus.MultiWorkerMirroredStrategy()`") == 2
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])

@@ -80,6 +80,26 @@ def test_split_and_broken_utf8_is_survived():
     assert log == "━\n\ufffd\ufffd\n"
 
 
+def test_bars_and_summaries_of_others_are_left_to_their_logs(monkeypatch):
+    keras = pytest.importorskip("keras")
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).summary()
+    bar = keras.utils.Progbar(3, interval=0)
+    for step in range(1, 4):
+        bar.update(step, [("loss", 0.5)])
+    print("Epoch 1/3\n3/3 - 0s - 20ms/step - loss: 0.5\nmy own line: 3/3 s")
+    monkeypatch.undo()
+    for leader, is_shown in (("worker-0", True), ("chief-0", False), (None, True)):
+        stream, log = io.StringIO(), io.StringIO()
+        pump([written.getvalue().encode()], Console(stream, leader=leader), log)
+        assert "Total params" in log.getvalue() and "━" in log.getvalue()
+        lines = stream.getvalue().split("\n")
+        assert (len(lines) > 12) == is_shown
+        own = [line for line in lines if line.strip("[] ") not in ("", "worker-0")]
+        assert is_shown or own == ["[worker-0] my own line: 3/3 s"]
+
+
 def test_endless_progress_line_does_not_grow():
     log = pump([b"\rstep %d" % n for n in range(5000)] + [b"\n"], None)
     assert log == "step 4999\n"

@@ -39,7 +39,9 @@ def test_more_workers_share_gpus_and_grow():
 
 
 def test_nothing_is_set_where_there_are_none_or_on_other_hosts():
-    assert seen({"CUDA_VISIBLE_DEVICES": ""}, workers=2) == {"worker-0": None, "worker-1": None}
+    for none in ("", "-1", "-1,0"):
+        found = seen({"CUDA_VISIBLE_DEVICES": none}, workers=2)
+        assert found == {"worker-0": None, "worker-1": None}
     assert seen(workers=2, hosts=["a", "b"]) == {"worker-0": None, "worker-1": None}
     tasks = plan_tasks(workers=2, environ={"CUDA_VISIBLE_DEVICES": ""})
     assert environment.describe({task.name: task.variables for task in tasks}) == ""

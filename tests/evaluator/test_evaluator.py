@@ -160,7 +160,7 @@ def test_dry_run_has_an_evaluator(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     script = tmp_path / "train.py"
     script.write_text("")
-    assert main.main(["run", "--hosts=a,b", "--evaluator", str(script)]) == 0
+    assert main.main(["run", "--dry_run", "--hosts=a,b", "--evaluator", str(script)]) == 0
     out = capsys.readouterr().out
     assert "# evaluator-0 on any host" in out and '"type": "evaluator"' in out
     assert os.path.getsize(script) == 0

@@ -36,9 +36,9 @@ FAULTS = (
     Fault(
         "another worker's residual",
         "a worker keeps what the first worker left out of its sum, not what it left out itself",
-        "all_reduce/reduction/routes.py",
-        "keep(lambda: rows[rank : rank + 1])",
-        "keep(lambda: rows[:1])",
+        "all_reduce/collectives/hop.py",
+        "coding.keep(lambda: rows[self.place : self.place + 1])",
+        "coding.keep(lambda: rows[:1])",
         ("sharding/test_routes.py", "all_reduce/test_compression.py", "fidelity"),
     ),
     Fault(
@@ -77,7 +77,7 @@ FAULTS = (
     Fault(
         "a bucket's order",
         "a bucket is sent before a later gradient of its own is there, and holds up the others",
-        "all_reduce/collectives/gradients.py",
+        "all_reduce/collectives/hop.py",
         "in sorted(closed, key=lambda one: one[0])]",
         "in closed]",
         ("all_reduce/test_collectives.py", "all_reduce/test_compression.py"),
@@ -211,7 +211,7 @@ FAULTS = (
     Fault(
         "rows in the order of groups",
         "with groups that are no ranges, workers take each other's rows of a sum",
-        "all_reduce/topology/shards.py",
+        "all_reduce/topology/group_topology.py",
         "for rank in sorted(peers)]",
         "for rank in peers]",
         ("sharding/test_routes.py", "sharding/test_shares.py"),

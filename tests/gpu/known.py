@@ -86,7 +86,7 @@ KNOWN = [
         (COPY, INT32, WAIT),
         ("PlaceholderWithDefault", "Reshape", "UnsortedSegmentSum"),
         (
-            *("all_reduce/reduction/routes.py gather_rows", "compression/wire.py _from_words"),
+            *("all_reduce/reduction/methods.py gather_slices", "compression/wire.py _from_words"),
             *("core/graph/stand_ins.py _of_any_length", "core/gradient_path.py update_variables"),
             "engine.py proceed",
         ),
@@ -96,7 +96,7 @@ KNOWN = [
         "one or two counts from each replica, by which the host chooses a branch, or pads rows",
         (COPY, INT32, WAIT),
         ("Max", "Reshape"),
-        ("all_reduce/reduction/routes.py *", "all_reduce/collectives/* gather_rows"),
+        ("all_reduce/reduction/methods.py *", "all_reduce/collectives/* gather_rows"),
         dtypes="int32",
         # One for each of two replicas: all layers are counted at once.
         times=2,

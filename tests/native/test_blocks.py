@@ -7,8 +7,10 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression, native
-from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.compression import kernels as fused
+from keras_psplus.all_reduce.collectives.hop import Hop, Joined
+from keras_psplus.all_reduce.reduction.methods import codings
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
+from keras_psplus.compression import wire as fused
 from tests.compression.common import at
 from tests.support.tables import for_each
 from tests.support.tiers import extended
@@ -162,22 +164,21 @@ class Pair:
 def test_sums_of_workers_and_their_states_are_the_same(compressor, sizes, monkeypatch):
     def train():
         example = [tf.zeros([size]) for size in sizes]
+        states, sums = ReplicaStates("CPU:0"), []
 
         @functools.partial(tf.function, autograph=False)
-        def run(tensors, before):
-            # By this name a residual would come first, if graphs made one sum of it and others:
-            # they sort what they add up.
-            return routes.split(Pair(), 0, 2, compressor, tensors, before, at(0))[:2]
+        def run(tensors):
+            layout = Joined(tensors, 2, compressor.row_multiple)
+            both = codings(compressor, at(0), states, "rows")
+            return layout.wholes(Hop(Pair(), range(2), 0).sum_rows(layout.rows(), both))
 
-        state, sums = routes.split_init(2, compressor, example), []
         for step in range(4):
             tensors = [tf.constant(filled("normal", [size], seed=step)) for size in sizes]
             if step == 2:
                 tensors[0] *= np.nan
-            total, state = run(tensors, state)
-            sums.append(total)
-        types = [op.type for op in run.get_concrete_function(example, state).graph.get_operations()]
-        return sums, state, types
+            sums.append(run(tensors))
+        types = [op.type for op in run.get_concrete_function(example).graph.get_operations()]
+        return sums, {name: one.numpy() for name, one in states.variables.items()}, types
 
     sums, state, types = train()
     assert types.count("KerasPsplusDecodeBlocks") == 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_psplus import compression, native
-from keras_psplus.compression import kernels as fused
+from keras_psplus.compression import wire as fused
 from tests.compression.common import at
 from tests.support.tables import for_each
 from tests.support.tiers import extended

@@ -6,9 +6,8 @@ import tensorflow as tf
 
 from keras_psplus import compression
 from keras_psplus.all_reduce import shard_option
+from keras_psplus.all_reduce.collectives.hop import Hop, Route
 from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
-from keras_psplus.all_reduce.topology.levels import Hop
-from keras_psplus.all_reduce.topology.shards import Route
 from keras_psplus.sharding.exchange import PartExchange
 from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ParameterPart
@@ -21,7 +20,8 @@ PLACE = Place.of_parts((2, 3), 2)
 def exchange_of(given):
     gradients, weights = shard_option.compressors(given, "optimizer")
     compressors = compression.with_error_feedback(compression.get(gradients)), weights
-    return PartExchange(Route(Alone(), 0, 2), 1 << 20, compressors, ReplicaStates("CPU:0"))
+    route = Route(Hop(Alone(), range(2), 0))
+    return PartExchange(route, 1 << 20, compressors, ReplicaStates("CPU:0"))
 
 
 def test_small_gradients_beside_large_ones_arrive_in_time():
@@ -61,7 +61,7 @@ class Doubling:
 
 def test_sums_of_groups_are_summed():
     states = ReplicaStates("CPU:0")
-    route, groups = Route(Alone(), 0, 2), Hop(Doubling(), (0, 2), 0)
+    route, groups = Route(Hop(Alone(), range(2), 0)), Hop(Doubling(), (0, 2), 0)
     exchange = PartExchange(route, 1 << 20, (None, None), states, groups)
     variable, gradient = (
         keras.Variable(np.zeros((2, 3), "float32")),

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.topology.shards import Route
+from keras_psplus.all_reduce.collectives.hop import Hop, Route
 from keras_psplus.sharding import sums
 from keras_psplus.sharding.places import AxisCut, PieceCut, Place
 from tests.support.tables import for_each
@@ -36,7 +36,7 @@ def test_owners_receive_their_sums():
     shapes = [tf.TensorShape(shape) for shape in ([2, 2], [3], [4])]
     tensors = [tf.ones([2, 2]), tf.range(3.0), 2 * tf.ones([4])]
     layout = sums.OwnerLayout(shapes, [0, 1, 1], 2)
-    found = layout.scatter(Route(Alone(), 0, 2), tensors, 0)
+    found = layout.scatter(Route(Hop(Alone(), range(2), 0)), tensors, 0)
     np.testing.assert_array_equal(found[0], np.ones((2, 2)))
     assert found[1] is None and found[2] is None
     assert layout.widths == [-(-7 * n // 11) for n in (4, 3, 4)]
@@ -44,7 +44,7 @@ def test_owners_receive_their_sums():
 
 def test_one_large_tensor_is_all_reduced():
     layout = sums.OwnerLayout([tf.TensorShape([90]), tf.TensorShape([2])], [0, 1], 3)
-    found = layout.scatter(Route(Alone(), 1, 3), [tf.ones([90]), tf.ones([2])], 1)
+    found = layout.scatter(Route(Hop(Alone(), range(3), 1)), [tf.ones([90]), tf.ones([2])], 1)
     assert found[0] is None and found[1].shape == (2,)
     # No more than twice an all-reduce, with the values: 2 / 3 of all to each of the others.
     assert sum(layout.widths) <= 2 * 92 / 3 + 2

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus import compression
-from keras_psplus.all_reduce.reduction import routes
-from keras_psplus.all_reduce.topology.group_topology import Topology
-from keras_psplus.all_reduce.topology.levels import Hop
-from keras_psplus.all_reduce.topology.shards import Route, ranks_by_place
+from keras_psplus.all_reduce.collectives.hop import Hop, Route
+from keras_psplus.all_reduce.reduction.methods import codings
+from keras_psplus.all_reduce.reduction.replica_states import ReplicaStates
+from keras_psplus.all_reduce.topology.group_topology import Topology, ranks_by_place
 
 
 class Meeting:
@@ -65,8 +65,7 @@ def test_rows_come_to_the_workers_whose_they_are(groups):
 
     def work(rank):
         group = next(one for one in inside if rank in one.ranks)
-        outer = hop(between[group.ranks.index(rank)], rank)
-        route = Route(outer.launcher, outer.place, outer.size, hop(group, rank))
+        route = Route(hop(between[group.ranks.index(rank)], rank), hop(group, rank))
         assert (route.workers, route.group_size) == (len(order), len(group.ranks))
         row = route.scatter(tf.constant(rows[rank]))
         sums = route.sum([tf.constant(rows[rank]), tf.constant(rows[rank, 0])])
@@ -90,14 +89,10 @@ def test_what_compressed_sums_leave_out_comes_later(monkeypatch):
     meeting = Meeting(range(workers))
 
     def work(rank):
-        launcher, total = Collectives(meeting, rank), 0.0
-        state = routes.rows_init(compressor, workers, 8)
+        states, total = ReplicaStates("CPU:0"), 0.0
         for step in range(steps):
-            number = tf.constant(step, tf.int64)
-            sums, state, _ = routes.split_rows(
-                launcher, rank, workers, compressor, tf.constant(rows[rank]), state, number
-            )
-            total = total + sums
+            both = codings(compressor, tf.constant(step, tf.int64), states, "rows")
+            total = total + hop(meeting, rank).sum_rows(tf.constant(rows[rank]), both)
         return total / steps
 
     with futures.ThreadPoolExecutor(workers) as pool:

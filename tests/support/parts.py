@@ -37,7 +37,7 @@ def swapped(
         return
     from keras_psplus import updates as updates_module
     from keras_psplus.all_reduce import shard_option
-    from keras_psplus.all_reduce.collectives import gradients
+    from keras_psplus.all_reduce.collectives.hop import DEFAULT_BUCKET_BYTES
     from keras_psplus.all_reduce.step.updating import MirroredUpdates
     from keras_psplus.all_reduce.topology import group_topology
 
@@ -56,7 +56,7 @@ def swapped(
         extended.updating = strategy._updates and MirroredUpdates(strategy._updates, strategy)
         extended._hops = group_topology.compressors_per_hop(compression, groups)
         extended._of_weights = of_weights
-        extended.bucket_bytes = bucket_bytes or gradients.DEFAULT_BUCKET_BYTES
+        extended.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES
         extended.set_topology(groups)
         # Of `shard="all"`, made anew where the next one is asked for.
         vars(strategy.engine).pop("units", None)

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import size_classes
+from keras_psplus.all_reduce.collectives import instance_keys
 from keras_psplus.sharding.places import AxisCut, Place
 from keras_psplus.tensor_parallel.group import ModelGroup
 from tests.support.tables import for_each
@@ -16,9 +16,9 @@ def test_padding(shape, unknown):
 
     @tf.function(input_signature=[spec], autograph=False)
     def padded_and_back(tensor):
-        padded, rows, _ = size_classes.padded_rows(tensor)
+        padded, rows, _ = instance_keys.padded_rows(tensor)
         assert padded.shape[1:].is_fully_defined()
-        back = size_classes.without_padding(padded, rows, tensor)
+        back = instance_keys.without_padding(padded, rows, tensor)
         assert back.shape.as_list() == tensor.shape.as_list()
         return padded, back
 
@@ -26,7 +26,7 @@ def test_padding(shape, unknown):
     padded, back = padded_and_back(value)
     np.testing.assert_array_equal(back, value)
     leading = int(np.prod(shape[:unknown]))
-    assert padded.shape[0] == size_classes.padded_size(leading) >= leading
+    assert padded.shape[0] == instance_keys.padded_size(leading) >= leading
 
 
 def test_parts_along_an_axis():

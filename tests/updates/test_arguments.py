@@ -112,3 +112,9 @@ def test_outer_optimizers():
 def test_outer_optimizers_that_make_no_sense(outer):
     with pytest.raises(ValueError, match="must make a Keras optimizer.*Received: "):
         DiLoCo(4, outer).make_outer_optimizer()
+
+
+def test_a_misspelt_argument_of_a_strategy_is_named():
+    for make in (keras_psplus.MultiWorkerMirroredStrategy, keras_psplus.HybridStrategy):
+        with pytest.raises(TypeError, match=r"Did you mean `updates`\? Received: update='diloco'"):
+            make(update="diloco")

@@ -30,7 +30,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import size_classes
 from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.tf_internals import framework_ops as ops
 
@@ -41,6 +40,10 @@ _WINDOW, LANES = 8, 4
 _UNKNOWN_SHAPE_KEYS = 1 << 24
 _STATIC_KEYS, _STATIC_SLOTS = 1 << 29, 1 << 26
 _ROWS_KEYS, _ROWS_SLOTS = 1 << 30, 1 << 19
+# Rows are padded to one of these counts (eight in each octave, at most 12.5 % of waste), so that
+# gathers of ever-changing sizes need a fixed number of keys.
+SIZE_CLASSES = 256
+_SIZES = sorted({n << k >> 3 for k in range(31) for n in range(8, 16)} - {0})[:SIZE_CLASSES]
 
 
 class InstanceKeys:
@@ -111,10 +114,10 @@ class InstanceKeys:
                 turn = tf.math.floormod(counter.read_value(), keys)
                 first = _STATIC_KEYS + self._slot(_STATIC_SLOTS) * _WINDOW
                 return first + self._lane * keys + turn
-            counter = self._counter(self._signature, [size_classes.COUNT])
+            counter = self._counter(self._signature, [SIZE_CLASSES])
             counter.scatter_add(tf.IndexedSlices(tf.constant([1]), [self._size_class]))
             turn = tf.math.floormod(counter.sparse_read([self._size_class])[0], _WINDOW)
-            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * size_classes.COUNT * _WINDOW
+            first = _ROWS_KEYS + self._slot(_ROWS_SLOTS) * SIZE_CLASSES * _WINDOW
             return first + self._size_class * _WINDOW + turn
 
     def order(self, device: str) -> tf.Tensor | None:
@@ -154,3 +157,39 @@ def _kept(
     if name not in variables:
         variables[name] = made_outside(lambda: tf.zeros(shape, dtype), device)
     return variables[name]
+
+
+def padded_size(size: int | tf.Tensor) -> tf.Tensor:
+    """The number of elements that `gather_rows` sends for so many."""
+    return size_class_of(size)[0]
+
+
+def size_class_of(rows: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rounds a number of rows up to a size class.
+
+    Returns `(rounded rows, index of the class)`.
+    """
+    # On the host, that has the rows' number and needs the class's: no GPU is asked in between.
+    with tf.device("CPU:0"):
+        sizes = tf.constant(_SIZES, tf.int32)
+        index = tf.searchsorted(sizes, tf.reshape(tf.maximum(rows, 1), [1]))[0]
+        return sizes[index], index
+
+
+def padded_rows(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Pads a tensor of unknown leading dimensions to a size class.
+
+    Returns `(matrix of rows of static shape, number of rows, index of the class)`.
+    """
+    dimensions = tensor.shape.as_list()
+    leading = 1 + max(i for i, size in enumerate(dimensions) if size is None)
+    flat = tf.reshape(tensor, [-1, *dimensions[leading:]])
+    rows = tf.shape(flat)[0]
+    padded, index = size_class_of(rows)
+    flat = tf.pad(flat, [[0, padded - rows], *[[0, 0]] * len(dimensions[leading:])])
+    return tf.ensure_shape(flat, [None, *dimensions[leading:]]), rows, index
+
+
+def without_padding(padded: tf.Tensor, rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """The inverse of `padded_rows`, for a tensor of the shape of `like`."""
+    return tf.ensure_shape(tf.reshape(padded[:rows], tf.shape(like)), like.shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import implementation, size_classes
+from keras_psplus.all_reduce.collectives import implementation, instance_keys
 from keras_psplus.all_reduce.collectives.instance_keys import InstanceKeys
 from keras_psplus.cluster.config import TaskConfig
 from keras_psplus.tf_internals import collective_ops, cross_device_ops, cross_device_utils
@@ -190,20 +190,20 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         """Sums tensors of one shape, which may be known in a step alone."""
         if tensor.shape.is_fully_defined() or self._group_size == 1:
             return self.all_reduce(tensor)
-        padded, rows, size_class = size_classes.padded_rows(tensor)
+        padded, rows, size_class = instance_keys.padded_rows(tensor)
         with self._keys_for_rows("reduce", padded, size_class):
             total = super().all_reduce(padded)
-        return size_classes.without_padding(total, rows, tensor)
+        return instance_keys.without_padding(total, rows, tensor)
 
     def gather_equal(self, tensor: tf.Tensor) -> tf.Tensor:
         """Stacks tensors as `reduce_equal` sums them."""
         if tensor.shape.is_fully_defined() or self._group_size == 1:
             return self.gather(tensor[tf.newaxis])
-        padded, rows, size_class = size_classes.padded_rows(tensor)
+        padded, rows, size_class = instance_keys.padded_rows(tensor)
         with self._keys_for_rows("gather", padded, size_class):
             gathered = self._by_rank(super()._all_gather(padded, None))
         parts = [
-            size_classes.without_padding(part, rows, tensor)
+            instance_keys.without_padding(part, rows, tensor)
             for part in tf.split(gathered, self._group_size)
         ]
         return tf.stack(parts)
@@ -235,7 +235,7 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         Returns:
             Matrix with a row for each replica, which has `most` elements or more.
         """
-        padded, size_class = size_classes.of(most)
+        padded, size_class = instance_keys.size_class_of(most)
         signature = "rows", elements.dtype.name
         with self.keys.of(signature, lanes=1, size_class=size_class):
             everything = super()._all_gather(
@@ -285,6 +285,14 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
         each other without end.
         """
         self._follows = other._follows
+
+    def like(self, group_key: int, ranks: Sequence[int]) -> Launcher:
+        """Makes the collectives of some of the replicas, of which this one is one."""
+        members = self.members and [self.members[rank] for rank in ranks]
+        options = self._collective_keys, self._device, self._options
+        made = Launcher(group_key, len(ranks), *options, members)
+        made.serialize_with(self)
+        return made
 
     @property
     def _on_cpu(self) -> bool:

@@ -36,6 +36,7 @@ class ReplicaStates:
         self.variables: dict[str, tf.Variable] = {}
         self.waiting = WaitingValues()
         self._states: dict[str, tuple[Any, list[tf.Variable]]] = {}
+        self._numbers: dict[int, tuple[int, Any]] = {}
 
     def within(self, name: str) -> ReplicaStates:
         """The same variables, by names that begin with another one."""
@@ -46,6 +47,11 @@ class ReplicaStates:
             self.waiting,
         )
         return part
+
+    def number(self, variable: Any) -> int:
+        """A variable's number in names: paths differ from model to model, or are the same."""
+        # With the variable, or another could get its id.
+        return self._numbers.setdefault(id(variable), (len(self._numbers), variable))[0]
 
     def read(self, name: str, init: Callable[[], Any]) -> Any:
         """Reads a state.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_psplus.all_reduce.collectives import gradients
+from keras_psplus.all_reduce.collectives.hop import buckets, sum_packed
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import Variable, stateless_scope
 from keras_psplus.tf_internals import distributed_values, values_util
@@ -53,11 +53,11 @@ def sum_from_chief(
     def size_of(variable: tf.Variable) -> int:
         return (variable.shape.num_elements() or 0) * dtype_of(variable).size
 
-    for dtype, bucket in gradients.buckets(variables, dtype_of, size_of, bucket_bytes):
+    for dtype, bucket in buckets(variables, dtype_of, size_of, bucket_bytes):
         values = [tf.cast(v.read_value(), dtype) for v in bucket]
         if not is_chief:
             values = [tf.zeros_like(value) for value in values]
-        for variable, value in zip(bucket, gradients.pack_and_sum(launcher, values)):
+        for variable, value in zip(bucket, sum_packed(launcher, values)):
             variable.assign(tf.cast(value, variable.dtype))
 
 

@@ -15,7 +15,6 @@ import tensorflow as tf
 from keras_psplus import planning, text_table
 from keras_psplus.all_reduce.collectives import operations
 from keras_psplus.all_reduce.topology.group_topology import FLAT, Topology
-from keras_psplus.all_reduce.topology.levels import launcher_like
 from keras_psplus.log import logger
 from keras_psplus.planning import Links
 from keras_psplus.tf_internals import framework_ops as ops
@@ -181,8 +180,7 @@ def measure(extended: MultiWorkerMirroredExtended) -> MeasuredLinks:
     for pairs in rounds_of_pairs(workers):
         for pair in pairs:
             if mine in pair:
-                launcher = launcher_like(
-                    extended.launcher(0),
+                launcher = extended.launcher(0).like(
                     first_key + pair[0] * workers + pair[1],
                     [worker * local for worker in pair],
                 )

@@ -6,9 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from keras_psplus.all_reduce.reduction.compressors import compressor_of
+import tensorflow as tf
+
+from keras_psplus.all_reduce.collectives.hop import Hop
+from keras_psplus.all_reduce.collectives.operations import Launcher
+from keras_psplus.all_reduce.reduction.methods import compressor_of
 from keras_psplus.arguments import shown
 from keras_psplus.compression import Compressor, methods
+from keras_psplus.tf_internals import distribute_utils
 
 FLAT, AUTO = "flat", "auto"
 _ALLOWED = (
@@ -203,3 +208,70 @@ def _check_factors(hops: Hops, compression: Any) -> Hops:
             f"Received: compression={shown(compression)}"
         )
     return hops
+
+
+# Collectives of a topology's two hops, as one replica sees them.
+
+
+class Levels(NamedTuple):
+    """The two hops of one replica.
+
+    Attributes:
+        within: The hop inside its group.
+        between: The hop to those of its place in the other groups, which have the same shard.
+        next_is_outside: Whether the next replica in a ring of all belongs to another group.
+    """
+
+    within: Hop
+    between: Hop
+    next_is_outside: bool
+
+
+def levels_of(launcher: Launcher, rank: int, topology: Topology, first_key: int) -> Levels:
+    """Makes the two hops of a replica."""
+    number = topology.group_of(rank)
+    group = topology.groups[number]
+    place = group.index(rank)
+    within = Hop(launcher.like(first_key + number, group), group, place)
+    peers = tuple(sorted(group[place] for group in topology.groups))
+    own = launcher.like(first_key + len(topology.groups) + place, peers)
+    between = Hop(own, peers, peers.index(rank))
+    after = (rank + 1) % sum(map(len, topology.groups))
+    return Levels(within, between, topology.group_of(after) != number)
+
+
+def keys_of(topology: Topology) -> int:
+    """Number of group keys that `levels_of` needs."""
+    return len(topology.groups) + len(topology.groups[0])
+
+
+def sum_over_group(levels: Sequence[Levels], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums small tensors over the replicas of this one's group, in replica context."""
+    context = tf.distribute.get_replica_context()
+    if not tf.executing_eagerly():
+        return levels[context._replica_id].within.sum(tensors)
+
+    @tf.function(autograph=False)
+    def sum_all(by_replica: Sequence[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        pairs = zip(levels, by_replica)
+        return [one.within.sum(own) for one, own in pairs]
+
+    def merged(strategy: tf.distribute.Strategy, tensors: Sequence[Any]) -> list[Any]:
+        local = [strategy.experimental_local_results(tensor) for tensor in tensors]
+        summed = sum_all([[of_all[i] for of_all in local] for i in range(len(levels))])
+        return [distribute_utils.regroup(tuple(replicas)) for replicas in zip(*summed)]
+
+    # Eager replicas run one after the other: only a merge_call lets all of them take part.
+    return context.merge_call(merged, (tensors,))
+
+
+def ranks_by_place(topology: Topology) -> list[int]:
+    """Ranks of the workers in the order of a `Route`'s rows.
+
+    Example:
+
+    >>> ranks_by_place(Topology(((0, 1), (2, 3))))
+    [0, 2, 1, 3]
+    """
+    # As `levels_of` sorts those that have the same place in their groups.
+    return [rank for peers in zip(*topology.groups) for rank in sorted(peers)]

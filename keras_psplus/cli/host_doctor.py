@@ -1,0 +1,183 @@
+"""`keras-psplus doctor --hosts`: what would keep `keras-psplus run --hosts` from training there."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import json
+import os
+import select
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_psplus.cluster.config import split_address
+from keras_psplus.cluster.environment import Task, plan_tasks
+from keras_psplus.cluster.launcher import host_check
+from keras_psplus.cluster.launcher.remote import RemoteHosts
+from keras_psplus.cluster.ports import control_port
+
+_PROGRAM = "import sys; exec(eval(sys.stdin.readline()))"
+_MOST_OFFSET = 1.0
+
+
+class _Host:
+    """A host's check under way, over one connection.
+
+    Attributes:
+        facts: What the host has said of itself, with `offset`, its clock's, in seconds.
+        problem: Why there is no answer.
+    """
+
+    def __init__(self, command: Sequence[str], ports: Sequence[int], seconds: float) -> None:
+        self.facts: dict[str, Any] = {}
+        self.problem: str | None = None
+        self._command, self._deadline = list(command), time.monotonic() + seconds
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        program = inspect.getsource(host_check) + f"\nmain({list(ports)!r})\n"
+        self._say(repr(program))
+
+    def look(self) -> None:
+        """Waits for what the host has."""
+        if (said := self._line()) is not None:
+            # Its answer took at most the time of a message.
+            self.facts = {**said, "offset": said["time"] - time.time()}
+
+    def reach(self, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
+        """Has the host connect to addresses; returns why it cannot, by address."""
+        self._say(json.dumps(addresses))
+        return self._line() or {}
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+        except OSError:
+            pass  # What it has written says why.
+
+    def _line(self) -> dict[str, Any] | None:
+        """The next line of JSON; None with the problem noted."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        text = b""
+        # What a login's own files print may come first.
+        while not (lines := [line for line in text.split(b"\n")[:-1] if line[:1] == b"{"]):
+            left = self._deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                self.problem = "does not answer in time"
+                return None
+            data = os.read(self._process.stdout.fileno(), 65536)
+            if not data:
+                said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+                last = said[-1] if said else f"exit code {self._process.wait()}"
+                self.problem = f"{last} (of `{shlex.join(self._command[:-1])}`)"
+                return None
+            text += data
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+
+
+def check(
+    hosts: Sequence[str], ssh: Sequence[str] | None, python: str | None, seconds: float
+) -> int:
+    """Prints a table of the hosts and the problems found; returns the exit code.
+
+    Args:
+        hosts: Host of each task, as for `RemoteHosts`.
+        seconds: How long all may take.
+    """
+    way = RemoteHosts(hosts, ssh, python, seconds)
+    tasks = plan_tasks(workers=len(hosts), hosts=way.addresses)
+    way.place(tasks)
+    ports = _ports(tasks)
+    first = {}
+    for rank, task in enumerate(tasks):
+        first.setdefault(split_address(task.config.address or "")[0], rank)
+    names = list(first)
+    checks = {
+        name: _Host(way.command(rank, ["-u", "-c", _PROGRAM]), ports[name], seconds)
+        for name, rank in first.items()
+    }
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(checks)) as pool:
+            list(pool.map(lambda each: each.look(), checks.values()))
+            answering = {name: each for name, each in checks.items() if each.facts}
+
+            def reach(name: str) -> dict[str, str]:
+                others = [(o, port) for o in answering if o != name for port in ports[o]]
+                return answering[name].reach(others)
+
+            unreached = dict(zip(answering, pool.map(reach, answering)))
+    finally:
+        for each in checks.values():
+            each.close()
+    problems = [f"{name}: {checks[name].problem}" for name in names if not checks[name].facts]
+    facts = {name: each.facts for name, each in answering.items()}
+    for name in names:
+        print(f"  {name:<16} {_row(facts.get(name))}")
+    problems += _problems(facts, unreached)
+    print(f"\n{len(problems)} problem(s):" if problems else "\nNo problem found.")
+    for number, problem in enumerate(problems, 1):
+        print(f"  {number}. {problem}")
+    return int(bool(problems))
+
+
+def _ports(tasks: Sequence[Task]) -> dict[str, list[int]]:
+    """Ports of each host's tasks: TensorFlow's, and those of the control channel."""
+    found: dict[str, list[int]] = {}
+    for task in tasks:
+        host, port = split_address(task.config.address or "")
+        found.setdefault(host, []).extend([port, control_port(port)])
+    return found
+
+
+def _row(facts: Mapping[str, Any] | None) -> str:
+    if facts is None:
+        return "NO ANSWER"
+    versions = ", ".join(f"{name} {v or 'MISSING'}" for name, v in facts["versions"].items())
+    offset = f"clock {facts['offset']:+.2f} s"
+    return (
+        f"{facts['node']}, {facts['cores']} cores, Python {facts['python']}, {versions}, {offset}"
+    )
+
+
+def _problems(
+    facts: Mapping[str, Mapping[str, Any]], unreached: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    problems = []
+    for name, own in facts.items():
+        for package, version in own["versions"].items():
+            if version is None:
+                problems.append(f"{name} has no {package}: install it there, or --remote_python")
+        for port, why in own["taken"].items():
+            problems.append(f"{name} cannot listen on port {port}: {why}")
+        for address, why in unreached[name].items():
+            problems.append(f"{name} cannot reach {address}: {why}: open it, or name another host")
+        if abs(own["offset"]) > _MOST_OFFSET:
+            problems.append(
+                f"the clock of {name} is {own['offset']:+.1f} s off: logs and traces will be, too"
+            )
+    for package in host_check.PACKAGES.split():
+        found = {name: own["versions"][package] for name, own in facts.items()}
+        if len(set(found.values()) - {None}) > 1:
+            listed = ", ".join(f"{name} has {version}" for name, version in found.items())
+            problems.append(f"versions of {package} differ: {listed}")
+    pythons = {own["python"].rpartition(".")[0] for own in facts.values()}
+    if len(pythons) > 1:
+        problems.append(f"versions of Python differ: {', '.join(sorted(pythons))}")
+    return problems
