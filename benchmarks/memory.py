@@ -3,7 +3,7 @@
     python benchmarks/memory.py --kinds none all_reduce optimizer all model
 
 Dense layers are trained with Adam, in one process (`none`) and by several workers on this
-machine. The state is what is kept of weights and slots, as computed; tensors are what TensorFlow's
+machine. The state is what a worker keeps of weights and slots; tensors are what TensorFlow's
 allocator has handed out at a time, as it would of a GPU's memory; what is resident is counted above
 that at the start. `--env NAME=VALUE` compares settings of the environment, such as
 TF_ONEDNN_USE_SYSTEM_ALLOCATOR=1.
@@ -20,7 +20,9 @@ import time
 
 from keras_psplus.cluster.processes import LocalCluster
 
-KINDS = ("none", "all_reduce", "int8", "optimizer", "all", "model")
+_MESHES = {"model": None, "mesh": None, "mesh_optimizer": "optimizer", "mesh_all": "all"}
+KINDS = ("none", "all_reduce", "int8", "optimizer", "all", *_MESHES)
+COLUMNS = ("state", "tensors", "peak", "end", "ms")
 BATCH, INPUTS, CLASSES = 32, 64, 10
 RESULT = "result: "
 
@@ -36,12 +38,14 @@ def resident():
 def strategy_of(kind, workers):
     import keras_psplus as psp
 
-    if kind == "model":
-        layouts = psp.LayoutMap(psp.DeviceMesh((1, workers), ("batch", "model")))
+    if kind in _MESHES:
+        # One model of all workers, or two rows.
+        rows = 1 if kind == "model" else 2
+        layouts = psp.LayoutMap(psp.DeviceMesh((rows, workers // rows), ("batch", "model")))
         # Columns and rows in turn: outputs stay in parts from one layer to the next.
         layouts[".*column.*/kernel"], layouts[".*row.*/kernel"] = (None, "model"), ("model", None)
         layouts[".*column.*/bias"] = ("model",)
-        return psp.ModelParallelStrategy(layout_map=layouts)
+        return psp.ModelParallelStrategy(layout_map=layouts, shard=_MESHES[kind])
     shard = kind if kind in ("optimizer", "all") else None
     compression = kind if kind == "int8" else None
     return psp.MultiWorkerMirroredStrategy(shard=shard, compression=compression)
@@ -73,7 +77,10 @@ def task(kind, width, depth, steps, workers):
     milliseconds = statistics.median(np.diff(stamps[1:]) * 1000)
     now, peak = resident()
     tensors = tf.config.experimental.get_memory_info("CPU:0")["peak"] / (1 << 20)
+    kept = [*model.trainable_variables, *model.optimizer.variables]
+    parts = [getattr(one._value, "part", one._value) for one in kept]
     values = {
+        "state": sum(part.shape.num_elements() * part.dtype.size for part in parts) / (1 << 20),
         "tensors": tensors,
         "peak": peak - start,
         "end": now - start,
@@ -117,8 +124,6 @@ def main():
         return
     square = (args.layers - 2) * (args.width + 1) * args.width
     weights = square + (INPUTS + 1) * args.width + (args.width + 1) * CLASSES
-    whole = weights * 4 / (1 << 20)
-    parts = {"optimizer": 1 + 2 / args.workers, "all": 3 / args.workers, "model": 3 / args.workers}
     print(f"{weights:,} weights, Adam, {args.workers} workers, {' '.join(args.env)}\n")
     print("| | state, MiB | tensors | resident | at the end | ms a step |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -126,9 +131,9 @@ def main():
         found = measure(kind, args)
         spans = [
             " to ".join(f"{value:.0f}" for value in sorted({min(each), max(each)}))
-            for each in ([one[name] for one in found] for name in ("tensors", "peak", "end", "ms"))
+            for each in ([one[name] for one in found] for name in COLUMNS)
         ]
-        print(f"| {kind} | {parts.get(kind, 3) * whole:.0f} | {' | '.join(spans)} |", flush=True)
+        print(f"| {kind} | {' | '.join(spans)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ from keras_psplus.tf_internals import (
 KERAS = [
     (
         backup_and_restore.BackupAndRestore,
-        "_current_epoch _last_batch_seen _load_model _save_model _training_metadata_path "
-        "_weights_path",
+        "_current_epoch _last_batch_seen _save_model",
     ),
     (
         base_optimizer.BaseOptimizer,

@@ -22,6 +22,7 @@ from keras_psplus.updates import Updates
 # Modules of packages above this one, by name; by engines.
 _SHARDED = "keras_psplus.sharding.extended", "ShardedExtended"
 _BESIDE_TABLES = "keras_psplus.hybrid.engine", "ShardedHybridExtended"
+_ON_MESH = "keras_psplus.tensor_parallel.strategy", "ModelParallelExtended"
 _ENGINES = {
     "AllReduceEngine": {
         "optimizer": (("keras_psplus.sharding.engine", "ShardedEngine"), _SHARDED),
@@ -34,7 +35,11 @@ _ENGINES = {
     "ModelParallelEngine": {
         "optimizer": (
             ("keras_psplus.tensor_parallel.engine", "ShardedModelParallelEngine"),
-            ("keras_psplus.tensor_parallel.strategy", "ModelParallelExtended"),
+            _ON_MESH,
+        ),
+        "all": (
+            ("keras_psplus.tensor_parallel.engine", "FullyShardedModelParallelEngine"),
+            _ON_MESH,
         ),
     },
 }
@@ -80,16 +85,10 @@ def check(shard: str | None, updates: Updates | None, engine: type) -> str | Non
             "that of the others. Leave one of them out. "
             f"Received: shard={shard!r}, updates={updates!r}"
         )
-    known = _ENGINES.get(engine.__name__)
-    if known is None:
+    if engine.__name__ not in _ENGINES:
         raise ValueError(
             "`shard` is for strategies with the engine of MultiWorkerMirroredStrategy, "
             f"HybridStrategy or ModelParallelStrategy. Received: shard={shard!r}"
-        )
-    if shard not in known:
-        raise ValueError(
-            'ModelParallelStrategy takes shard="optimizer": its weights are cut along the axis of '
-            f"the model. Received: shard={shard!r}"
         )
     return shard
 

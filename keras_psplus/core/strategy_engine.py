@@ -161,7 +161,7 @@ class StrategyEngine(Engine):
     def _backup(self, event: Call) -> Any:
         def save() -> Any:
             with task_report.spending(goodput.SAVES):
-                return backup_callback.save(self, event.original, event.owner)
+                return backup_callback.save(self, event.owner)
 
         return None if self.progress.defer(save) else save()
 

@@ -282,7 +282,8 @@ class WorkerState:
 
 # File of named arrays: a ZIP archive with one `.npy` entry for each.
 
-_ENDING = ".npy"
+# `_EMPTY_BYTES` are those of an archive of nothing, as of a compressor that compresses none.
+_ENDING, _EMPTY_BYTES = ".npy", 22
 
 
 def write(path: str | os.PathLike[str], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -300,11 +301,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     bfloat16 comes back as its bytes, as in all of NumPy's files.
     """
-    found = {}
-    with open_file(path) as file, zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            with archive.open(name) as part:
-                found[name.removesuffix(_ENDING)] = np.lib.format.read_array(part)
+    found: dict[str, np.ndarray] = {}
+    with open_file(path) as file:
+        if file.size() <= _EMPTY_BYTES:
+            return found  # ZipFile looks before its begin, which TensorFlow's files refuse.
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as part:
+                    found[name.removesuffix(_ENDING)] = np.lib.format.read_array(part)
     return found
 
 

@@ -264,6 +264,8 @@ def _restore(path: str, name: str, spec: str, dtype: tf.DType | str) -> np.ndarr
 
 LIST, STEM = "tables.json", "tables"
 _FORMAT = 1
+# In a folder of backups, whose own folders have the lists, names of those that count.
+LATEST, BACKUP = "LATEST", re.compile(r"backup-(\d+)")
 
 
 class TableFiles:
@@ -271,6 +273,7 @@ class TableFiles:
 
     Args:
         directory: The folder, in which the files of all parameter servers must be.
+        listed: Content of its list; that of the folder, or of its last backup, by default.
 
     Raises:
         ValueError: If there is nothing in it, or what is there was not written to the end.
@@ -289,9 +292,12 @@ class TableFiles:
     ```
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], listed: dict[str, Any] | None = None
+    ) -> None:
         self._directory = os.fspath(directory)
-        listed = read_list(self._directory)
+        if listed is None:
+            listed = read_list(os.path.join(self._directory, *latest(self._directory)[:1]))
         if listed is None:
             raise ValueError(
                 f"There are no tables in '{directory}', or they were not written to the end: "
@@ -436,13 +442,32 @@ def write_list(directory: str, content: dict[str, Any]) -> None:
     replace(path, integrity.to_json({"format": _FORMAT, **content}, indent=1).encode())
 
 
-def read_list(directory: str, name: str = LIST) -> dict[str, Any] | None:
+def latest(directory: str, name: str = LATEST) -> list[str]:
+    """Names of the backups that count in a folder of backups, the newest first.
+
+    Raises:
+        ValueError: If the file that has them is damaged.
+    """
+    path = os.path.join(directory, name)
+    if not tf.io.gfile.exists(path):
+        return []
+    with open_file(path) as file:
+        names = file.read().decode(errors="replace").split()
+    if not names or not all(map(BACKUP.fullmatch, names)):
+        raise ValueError(
+            f"{path} names no backup. Write the name of one of the folders beside it there. "
+            f"Received: {' '.join(names)!r}"
+        )
+    return list(names)
+
+
+def read_list(directory: str) -> dict[str, Any] | None:
     """Contents of a folder, a dict, or None if it is incomplete.
 
     Raises:
         ValueError: If it is damaged, or another version of the library has written it.
     """
-    path = os.path.join(directory, name)
+    path = os.path.join(directory, LIST)
     if not tf.io.gfile.exists(path):
         return None
     with open_file(path) as file:

@@ -17,7 +17,7 @@ from keras_psplus.cluster.ports import control_address
 from keras_psplus.core.backup.backup_tables import BackupTables, with_slots
 from keras_psplus.core.base.optimizers import by_place
 from keras_psplus.errors import PeerLostError, TableServerError, TableServerLostError
-from keras_psplus.files.tables import LIST, stems_of
+from keras_psplus.files.tables import LATEST
 from keras_psplus.hybrid import saving
 from keras_psplus.hybrid.servers import ControlLink, Servers
 from keras_psplus.hybrid.tables.embeddings import TableVariable
@@ -30,15 +30,14 @@ class ServerTables(BackupTables):
 
     Attributes:
         lock: Held while servers write tables, or read them.
-        latest: Folders that may have the last state that this job has written, the content of its
-            list, and its place in the training; None before the first.
+        latest: Folder of the last state that this job has written, the content of its list, and its
+            place in the training; None before the first.
     """
 
     def __init__(self, servers: Servers, tables: Tables, is_sync: bool) -> None:
         self._servers, self._tables, self._is_sync = servers, tables, is_sync
         self.lock = threading.Lock()
-        self.latest: tuple[list[str], dict[str, Any], str] | None = None
-        self._kept: set[str] = set()
+        self.latest: tuple[str, dict[str, Any], str] | None = None
 
     def is_on_servers(self, variable: Any) -> bool:
         return isinstance(getattr(variable, "_value", None), TableVariable)
@@ -64,8 +63,7 @@ class ServerTables(BackupTables):
     def begin_write(self, model: keras.Model, folder: str) -> dict[str, Any] | None:
         places = self._places(model)
         with self._away(), self.lock:
-            # Another folder has the files, if an ended `fit` has left it.
-            is_here = self.latest is not None and self.latest[0] == [folder]
+            is_here = self.latest is not None and self.latest[0] == folder
             chain = self.latest[1]["chain"] if is_here and self.latest is not None else []
             content = saving.begin(self._servers, self._tables.all, folder, chain)
             for entry in content["tables"]:
@@ -78,9 +76,6 @@ class ServerTables(BackupTables):
     ) -> dict[str, Any] | None:
         with self._away():
             if stems is not None:
-                if self.latest is not None and folder in self.latest[0]:
-                    # Also of a `fit` that has ended: a restart of the job may need them.
-                    stems = [*stems, *stems_of(self.latest[1])]
                 kept = [*stems, content["stem"]]
                 self._servers.ask_all("keep", directory=folder, stems=kept)
             return saving.finish(self._servers, folder, content, stems)
@@ -88,7 +83,7 @@ class ServerTables(BackupTables):
 
     def note_written(self, folder: str, content: dict[str, Any], at: str) -> None:
         with self.lock:
-            self.latest = [folder], content, at
+            self.latest = folder, content, at
 
     def read(
         self, model: keras.Model, folder: str, content: dict[str, Any], is_strict: bool
@@ -109,18 +104,14 @@ class ServerTables(BackupTables):
             return f"{error}"
         return None
 
-    def note_ended(self, folder: str, kept: str | None) -> None:
-        with self.lock:
-            is_latest = self.latest is not None and folder in self.latest[0]
-            if kept is None:
-                self.latest = None if is_latest else self.latest
-                self._delete(folder)
-            elif self.latest is not None and is_latest:
-                # On disks of their own, servers have them where they were.
-                self.latest = [kept, folder], *self.latest[1:]
-        if kept is not None and folder not in self._kept:
-            self._kept.add(folder)
+    def note_ended(self, folder: str, is_kept: bool) -> None:
+        if is_kept:
             self._servers.at_good_end(lambda: self._delete_unlisted(folder))
+            return
+        with self.lock:
+            if self.latest is not None and self.latest[0] == folder:
+                self.latest = None
+            self._delete(folder)
 
     def recovery_request(self, folder: str, content: dict[str, Any]) -> dict[str, Any]:
         """Request to a server that was started again to read its rows."""
@@ -137,7 +128,7 @@ class ServerTables(BackupTables):
 
     def _delete_unlisted(self, folder: str) -> None:
         # Another `fit` may have left its state there.
-        if not tf.io.gfile.exists(os.path.join(folder, LIST)):
+        if not tf.io.gfile.exists(os.path.join(folder, LATEST)):
             self._delete(folder)
 
     def _places(self, model: keras.Model) -> dict[int, str]:
@@ -210,13 +201,8 @@ class Recovery:
                     "There is no backup yet: give `fit` keras.callbacks.BackupAndRestore. "
                     "Received: none"
                 )
-            (folder, *others), content, at = latest
-            try:
-                self._read(index, link, folder, content)
-            except TableServerError:
-                if not others:
-                    raise
-                self._read(index, link, others[0], content)
+            folder, content, at = latest
+            self._servers.recover(index, link, self._tables.recovery_request(folder, content))
         deadline = time.monotonic() + self._timeout
         lost = link.request("lost")["lost"]
         while not all(heard for _, heard in lost.values()) and time.monotonic() < deadline:
@@ -230,6 +216,3 @@ class Recovery:
             at,
             ", ".join(f"{count} updates of {table}" for table, (count, _) in lost.items()),
         )
-
-    def _read(self, index: int, link: ControlLink, folder: str, content: dict[str, Any]) -> None:
-        self._servers.recover(index, link, self._tables.recovery_request(folder, content))

@@ -29,6 +29,7 @@ from keras_psplus.sharding.variable import (
     in_update,
     on_worker,
 )
+from keras_psplus.sharding.weight import WholeWeight
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -343,6 +344,9 @@ class ShardedEngine(AllReduceEngine):
                 variables[i]._value.assign(value, read_value=False)
             of_own = [variables[i] for i in own]
             self._exchange(optimizer).count(of_own, layout.widths, is_gradient=False)
+        for variable, place, target in zip(variables, places, targets):
+            if place.is_everywhere and isinstance(target, WholeWeight):
+                variable._value.assign(target.value())
 
     def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
         """The value that an update has made of a variable on its owner."""

@@ -1,4 +1,4 @@
-"""Engine of all-reduce with weights, gradients and the optimizer's state in shares."""
+"""Engines with weights, gradients and the optimizer's state in shares."""
 
 from __future__ import annotations
 
@@ -19,38 +19,41 @@ from keras_psplus.core.models import is_unit
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
+from keras_psplus.sharding.places import AxisCut, Place
 from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.variable import ShareVariable, in_update
-from keras_psplus.sharding.weight import WeightShare, WholeWeight
+from keras_psplus.sharding.weight import PartOfWeight, WeightShare, WholeWeight
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
     from keras_psplus.core.graph.compiled_calls import CompiledFunction
-    from keras_psplus.engine import Variables
     from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.plan import OptimizerPlan
 
+    _Shares = ShardedEngine
+else:
+    _Shares = object
 
-class FullyShardedEngine(ShardedEngine):
-    """Cuts the weights, too: ZeRO stage 3, or FSDP."""
+
+class WeightSharesEngine(_Shares):
+    """Mixin of weights in shares for an engine with an optimizer's state in shares."""
 
     compiles_by_default, exports_copies = False, True
     # The chief need not have room for the model.
     has_weights_in_memory = has_whole_weights = False
-
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        super().__init__(strategy)
-        self._described: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     @functools.cached_property
     def units(self) -> Units:
         extended = self.strategy.extended
         frees = self.strategy.reshard_after_forward
         _, compressor = extended.compressors
-        units = Units(extended.route, extended.bucket_bytes, frees, compressor)
+        units = self._make_units(extended.route, extended.bucket_bytes, frees, compressor)
         self.strategy.communication.add_source(units.traffic.traffic, lambda: 0.0)
         return units
+
+    def _make_units(self, *args: Any) -> Units:
+        return Units(*args)
 
     @property
     def compiled_function(self) -> Callable[..., CompiledFunction]:  # type: ignore[override]
@@ -63,7 +66,7 @@ class FullyShardedEngine(ShardedEngine):
         weights = {id(variable) for variable in optimizer._trainable_variables}
         for variable in optimizer.variables:
             # An update reads the whole of it, whatever it is of.
-            if isinstance(variable._value, WeightShare) and id(variable) not in weights:
+            if share_of(variable) is not None and id(variable) not in weights:
                 self._make_whole(variable)
         return super()._make_plan(optimizer)
 
@@ -77,13 +80,6 @@ class FullyShardedEngine(ShardedEngine):
 
     # Variables.
 
-    def build(self, call: Call) -> None:
-        super().build(call)
-        model = call.owner
-        if self.strategy.is_chief and model not in self._described:
-            self._described.add(model)
-            logger.info("%s", _describe(model, self.strategy.extended.control.names))
-
     @answers("initialize_with_initializer")
     def _initialize_with_initializer(self, call: Call) -> Any:
         if not self.strategy.is_chief and _is_cut(call.owner) and _is_pure(call.get("initializer")):
@@ -96,18 +92,18 @@ class FullyShardedEngine(ShardedEngine):
         variable, value = call.owner, call.get("value")
         if not _is_cut(variable) or isinstance(value, tf.Variable):
             return super()._initialize(call)
-        extended, units = self.strategy.extended, self.units
-        extended.share(
-            variable,
-            value,
-            lambda: WeightShare(extended.store, units.read, units.note_write, variable),
-        )
+        self.strategy.extended.share(variable, value, lambda: self._make_weight(variable))
         return None
+
+    def _make_weight(self, variable: keras.Variable) -> PartOfWeight:
+        """The value of a variable whose shape is known, without memory for its whole."""
+        store, units = self.strategy.extended.store, self.units
+        place = Place.of_parts(tuple(variable._shape), store.workers)
+        return WeightShare(store, place, units.read, units.note_write, variable)
 
     def _change_averages(self, call: Call) -> Any:
         optimizer = call.get("optimizer", call.owner)
-        weights = [variable._value for variable in optimizer._trainable_variables]
-        are_cut = all(isinstance(weight, WeightShare) for weight in weights)
+        are_cut = all(share_of(one) is not None for one in optimizer._trainable_variables)
         if not are_cut or self.plan_of(optimizer).reason is not None:
             return super()._change_averages(call)
         # Averages are cut as well: each worker computes with its parts.
@@ -118,7 +114,7 @@ class FullyShardedEngine(ShardedEngine):
 
     @answers("call_layer")
     def _call_layer(self, call: Call) -> Any:
-        weights: list[WeightShare] = []
+        weights: list[PartOfWeight] = []
         if not (self.units.is_in_call or tf.executing_eagerly()):
             weights = _weights_of_unit(call.owner)
         if not weights:
@@ -145,40 +141,54 @@ class FullyShardedEngine(ShardedEngine):
         return super().gradient(dataclasses.replace(call, original=regathering))
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
-        weight = variable._value
-        if not isinstance(weight, WeightShare):
+        weight = share_of(variable)
+        if weight is None:
             return super()._target(variable, place)
         if place.cut is not None:
             return variable
         # All workers gather, also for one alone.
-        whole = weight.gathered(self.strategy.extended.route)
+        whole = self._gathered(weight)
         holds = place.holds(self.strategy.extended.store.rank)
         return WholeWeight(weight, whole) if holds else None
 
+    def _gathered(self, weight: PartOfWeight) -> tf.Tensor:
+        """The whole of a weight in an update; all workers gather it."""
+        return weight.gathered(self.strategy.extended.route)
+
     def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
-        if not isinstance(variable._value, WeightShare):
+        if share_of(variable) is None:
             return super()._whole_value(variable, target)
         return tf.zeros(variable.shape, variable.dtype) if target is None else target.value()
 
-    def _spread_wholes(
-        self,
-        optimizer: Optimizer,
-        variables: Variables,
-        places: Sequence[Place],
-        targets: list[Any],
-    ) -> None:
-        super()._spread_wholes(optimizer, variables, places, targets)
-        for variable, place, target in zip(variables, places, targets):
-            if place.is_everywhere and isinstance(target, WholeWeight):
-                variable._value.assign(target.value())
+
+class FullyShardedEngine(WeightSharesEngine, ShardedEngine):
+    """Cuts the weights, too: ZeRO stage 3, or FSDP."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(strategy)
+        self._described: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
+    def build(self, call: Call) -> None:
+        super().build(call)
+        model = call.owner
+        if self.strategy.is_chief and model not in self._described:
+            self._described.add(model)
+            logger.info("%s", _describe(model, self.strategy.extended.control.names))
 
 
-def _weights_of_unit(layer: Any) -> list[WeightShare]:
+def share_of(variable: keras.Variable) -> PartOfWeight | None:
+    """A weight that units gather, by its Keras variable; None for others."""
+    weight = variable._value
+    is_share = isinstance(weight, PartOfWeight) and not isinstance(weight.place.cut, AxisCut)
+    return weight if is_share else None
+
+
+def _weights_of_unit(layer: Any) -> list[PartOfWeight]:
     """Weights in shares of a layer that is a unit, each once."""
     if not (isinstance(layer, keras.Layer) and is_unit(layer)):
         return []
-    values = {id(variable._value): variable._value for variable in layer.variables}
-    return [one for one in values.values() if isinstance(one, WeightShare)]
+    weights = {id(variable._value): share_of(variable) for variable in layer.variables}
+    return [one for one in weights.values() if one is not None]
 
 
 def _is_cut(variable: keras.Variable) -> bool:
@@ -196,14 +206,15 @@ def _is_pure(initializer: Any) -> bool:
 def _describe(model: keras.Model, names: Sequence[str]) -> str:
     """Table of what each worker keeps of a model's weights."""
     sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in model.variables]
-    cut = [v._value.place.cut for v in model.variables if isinstance(v._value, WeightShare)]
+    shares = [share_of(variable) for variable in model.variables]
+    cut = sum(share is not None for share in shares)
     rows = [("worker", "weights MB", "of all")]
     own = sum(sizes)
-    for variable, size in zip(model.variables, sizes):
-        if isinstance(variable._value, WeightShare):
-            own += variable._value.place.parts.width * variable._value.dtype.size - size
+    for share, size in zip(shares, sizes):
+        if share is not None:
+            own += share.place.parts.width * share.dtype.size - size
     rows += [(name, f"{own / 1e6:.2f}", f"{own / max(1, sum(sizes)):.0%}") for name in names]
     return (
-        f"'{model.name}' in shares: {len(cut)} of {len(sizes)} variables are cut into equal parts, "
+        f"'{model.name}' in shares: {cut} of {len(sizes)} variables are cut into equal parts, "
         f"of {sum(sizes) / 1e6:.2f} MB\n{text_table.aligned(rows)}"
     )

@@ -86,15 +86,15 @@ class PieceCut(NamedTuple):
     def width(self) -> int:
         return self.pieces.width
 
-    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        wholes = [tensor]
+    def row(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        """A worker's piece of the whole."""
+        column, number = divmod(rank, self.pieces.number)
         if self.split is not None:
-            wholes = tf.split(tensor, self.columns, self.split.axis)
-        rows = [self.pieces.rows(one) for one in wholes]
-        return tf.concat(rows * (self.columns // len(rows)), 0)
+            tensor = tf.split(tensor, self.columns, self.split.axis)[column]
+        return self.pieces.rows(tensor)[number]
 
     def whole(self, rows: tf.Tensor) -> tf.Tensor:
-        """The inverse of `rows`."""
+        """The tensor of its pieces, each of which is a row of a matrix."""
         if self.split is None:
             return self.pieces.whole(rows[: self.pieces.number])
         parts = [self.pieces.whole(one) for one in tf.split(rows, self.columns)]
@@ -127,9 +127,10 @@ class Place(NamedTuple):
 
     @property
     def parts(self) -> Cut:
-        """The layout of one that is cut into flat parts."""
-        assert isinstance(self.cut, Cut)
-        return self.cut
+        """The layout of flat parts: of the whole, or of its part along an axis."""
+        cut = self.cut.pieces if isinstance(self.cut, PieceCut) else self.cut
+        assert isinstance(cut, Cut)
+        return cut
 
     @property
     def is_everywhere(self) -> bool:
@@ -142,6 +143,8 @@ class Place(NamedTuple):
         return shape if self.owner in (None, rank) else tf.TensorShape([0])
 
     def local_part(self, value: tf.Tensor, rank: int) -> tf.Tensor:
+        if isinstance(self.cut, PieceCut):
+            return tf.reshape(self.cut.row(value, rank), self.cut.shard)
         if self.cut is not None:
             return tf.reshape(self.cut.rows(value)[rank], self.cut.shard)
         return value if self.owner in (None, rank) else tf.zeros([0], value.dtype)
@@ -152,6 +155,23 @@ class Place(NamedTuple):
         if isinstance(self.cut, AxisCut):
             return self.cut.whole(rows, rank)
         return self.cut.whole(rows)
+
+    def in_order(self, value: tf.Tensor) -> tf.Tensor:
+        """A whole tensor whose parts along an axis, if there are any, follow each other."""
+        split = self.cut.split if isinstance(self.cut, PieceCut) else None
+        if split is None:
+            return value
+        return tf.stack(tf.split(value, split.number, split.axis))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and last of a worker's rows, or elements, among those of `in_order`."""
+        pieces = self.parts
+        length, *of_row = pieces.shard
+        size, first = pieces.shape.num_elements() // math.prod(of_row), 0
+        if isinstance(self.cut, PieceCut):
+            column, rank = divmod(rank, pieces.number)
+            first = 0 if self.cut.split is None else column * size
+        return first + rank * length, first + min((rank + 1) * length, size)
 
     def holds(self, rank: int) -> bool:
         """Whether a worker updates the variable, or a part of it."""

@@ -27,7 +27,6 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives.hop import Coding, buckets, row_of, wholes_of
 from keras_psplus.core.batch.replica_step import TrafficVariables, current_step
 from keras_psplus.core.graph.compiled_calls import CompiledFunction, graphs, is_in_gradient_of
-from keras_psplus.core.graph.variables import record_read
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
@@ -43,7 +42,7 @@ from keras_psplus.updates.base import numbers_of
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.collectives.hop import Route
     from keras_psplus.compression import Compressor
-    from keras_psplus.sharding.weight import PartOfWeight, WeightShare
+    from keras_psplus.sharding.weight import PartOfWeight
 
 # Operations whose gradients need shapes of these inputs alone, and those that keep values.
 _NEED_NO_VALUE = {"AddV2": (0, 1), "BiasAdd": (1,), "GatherV2": (0,), "Sub": (0, 1)}
@@ -85,25 +84,42 @@ class Units:
         """Whether a unit is being called, or called once more for its compiled gradient."""
         return self._call is not None or self._of_gradient() is not None
 
-    def read(self, weight: WeightShare) -> tf.Tensor:
+    def read(self, weight: PartOfWeight) -> tf.Tensor:
         """The whole of a weight: what its unit has gathered, or gathered now."""
+        given = given_by_calls(weight) if self._function_here() is None else None
+        if given is None:
+            return self.gathered(weight)
         resource_variable_ops.variable_accessed(weight)
-        call = self._call
-        function = next((one for one in call.traces if one.is_here), None) if call else None
+        weight.record(given)
+        return given
+
+    def gathered(self, weight: PartOfWeight, is_kept: bool = False) -> tf.Tensor:
+        """A gathered weight: the whole, or a part along an axis of the mesh.
+
+        Args:
+            is_kept: Whether backward computes with what is made of it here, and not with itself.
+        """
+        resource_variable_ops.variable_accessed(weight)
+        call, function = self._call, self._function_here()
         if call is None or function is None:
-            given = given_by_calls(weight)
-            whole = self._find(weight) if given is None else given
+            found = self._find(weight)
         else:
             # XLA cannot gather: the function takes what is gathered before its call.
             if id(weight) not in self._now:
                 with call.graph.as_default():
                     self._now[id(weight)] = self._gather_to_compute([weight], ())[0]
-            whole = self._now[id(weight)]
-            function.note_read(weight, whole)
-        record_read(weight, whole)
-        return whole
+            found = self._now[id(weight)]
+            function.note_read(weight, found)
+        if call is not None and is_kept:
+            call.kept.add(id(weight))
+        weight.record(found)
+        return found
 
-    def _find(self, weight: WeightShare) -> tf.Tensor:
+    def _function_here(self) -> UnitFunction | None:
+        """The unit's function for XLA, where that is being traced."""
+        return next((one for one in self._call.traces if one.is_here), None) if self._call else None
+
+    def _find(self, weight: PartOfWeight) -> tf.Tensor:
         found = None
         if self._call is not None:
             found = self._now.get(id(weight))
@@ -141,7 +157,7 @@ class Units:
             if function.holds and function.refused is None:
                 function.refused = "it computes gradients itself"
 
-    def note_write(self, weight: WeightShare) -> None:
+    def note_write(self, weight: PartOfWeight) -> None:
         """Notes that a weight changes: what was gathered before no longer stands for it."""
         if tf.executing_eagerly():
             return
@@ -159,7 +175,7 @@ class Units:
             call.is_stale |= any(one is weight for one in call.weights)
 
     @contextlib.contextmanager
-    def following(self, units: Sequence[list[WeightShare]]) -> Iterator[None]:
+    def following(self, units: Sequence[list[PartOfWeight]]) -> Iterator[None]:
         """Context in which units are called, of which these are the weights, in this order."""
         self._plans.append(Plan(units))
         try:
@@ -168,7 +184,7 @@ class Units:
             self._plans.pop()
 
     def call(
-        self, weights: Sequence[WeightShare], proceed: Callable[[Call], Any], of_layer: Call
+        self, weights: Sequence[PartOfWeight], proceed: Callable[[Call], Any], of_layer: Call
     ) -> Any:
         """Calls a unit between the gathering of its weights, each once, and their release."""
         step = self._steps.setdefault(current_step(), StepCalls())
@@ -179,7 +195,7 @@ class Units:
             wholes = self._gather_to_compute(together, step.reasons())
             plan.wholes.update((id(one), whole) for one, whole in zip(together, wholes))
         given = tree.flatten((of_layer.args, of_layer.kwargs))
-        inputs = [one for one in given if isinstance(one, tf.Tensor)]
+        inputs = [self.part_of(one) for one in given if isinstance(one, tf.Tensor)]
         call = UnitCall(weights, [plan.wholes[id(one)] for one in weights], inputs)
         number = step.add(call, most)
         before = len(call.graph.get_operations())
@@ -192,7 +208,17 @@ class Units:
         if not (self._frees and is_in_step and record.could_possibly_record()):
             return outputs
         call.derived.note(call.graph.get_operations()[before:])
-        return call.gated(outputs, lambda grads: self._gather_again(step, number, call, grads))
+        return call.gated(
+            outputs, self, lambda grads: self._gather_again(step, number, call, grads)
+        )
+
+    def part_of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor that is computed of one between layers."""
+        return tensor
+
+    def whole_of(self, tensor: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+        """A tensor between layers, with another one in the place of its part."""
+        return part
 
     def _gather_again(
         self, step: StepCalls, number: int, call: UnitCall, grads: list[tf.Tensor]
@@ -200,7 +226,7 @@ class Units:
         """Gathers weights of a call's group and of that before, as gradients arrive."""
         if not self._backwards or framework_ops.get_default_graph() is not call.graph:
             return
-        backward, reasons = self._backwards[-1], numbers_of(grads)
+        backward, reasons = self._backwards[-1], [*map(self.part_of, numbers_of(grads))]
         for i in [number] if number in step.starts else [number, number - 1]:
             group, is_last = step.groups[i], i == len(step.groups) - 1
             calls = [one for one in group if one.graph is call.graph and one.is_recorded]
@@ -230,7 +256,7 @@ class Units:
             self._backwards.pop()
 
     def _gather_to_compute(
-        self, weights: Sequence[WeightShare], reasons: Sequence[tf.Tensor]
+        self, weights: Sequence[PartOfWeight], reasons: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Whole weights that have gradients, for all branches of conditions alike."""
         own = graph = framework_ops.get_default_graph()
@@ -245,7 +271,7 @@ class Units:
             pairs = zip(self._gather(weights, reasons), weights)
             return [_with_gradient(whole, weight) for whole, weight in pairs]
 
-    def _gather(self, weights: Sequence[WeightShare], reasons: Sequence[tf.Tensor]) -> list[Any]:
+    def _gather(self, weights: Sequence[PartOfWeight], reasons: Sequence[tf.Tensor]) -> list[Any]:
         """Whole weights, by a collective for each bucket of a dtype."""
         wholes: list[Any] = [None] * len(weights)
         size = [one.place.parts.number * one.place.parts.width * one.dtype.size for one in weights]
@@ -272,13 +298,15 @@ class UnitCall:
     """One call of a unit in a step."""
 
     def __init__(
-        self, weights: Sequence[WeightShare], wholes: list[tf.Tensor], inputs: list[Any]
+        self, weights: Sequence[PartOfWeight], wholes: list[tf.Tensor], inputs: list[Any]
     ) -> None:
         self.weights, self.wholes, self.inputs = weights, wholes, inputs
         self.graph = framework_ops.get_default_graph()
         self.is_recorded = False
         # Whether the step has changed some of the weights since.
         self.is_stale = False
+        # Ids of weights of which backward computes with what was made of them in forward.
+        self.kept: set[int] = set()
         self.derived = Derived(wholes)
         # Functions that were traced for XLA, also those that it cannot compile.
         self.traces: list[UnitFunction] = []
@@ -288,29 +316,30 @@ class UnitCall:
         """The compiled functions that it calls."""
         return [one for one in self.traces if one.operation is not None]
 
-    def gated(self, outputs: Any, arrive: Callable[[list[tf.Tensor]], None]) -> Any:
+    def gated(self, outputs: Any, units: Units, arrive: Callable[[list[tf.Tensor]], None]) -> Any:
         """Outputs of which a function is told as soon as their gradients have come."""
         tensors = [leaf for leaf in tree.flatten(outputs) if isinstance(leaf, tf.Tensor)]
         of_kind = [one for one in tensors if one.dtype.is_floating or one.dtype.is_complex]
-        inside = {id(one): one for one in of_kind}
+        inside = {id(one): units.part_of(one) for one in of_kind}
         if not inside:
             return outputs
         with record.stop_recording():
-            outside = {key: tf.identity(leaf) for key, leaf in inside.items()}
-        for key, leaf in inside.items():
-            if get_keras_mask(leaf) is not None:
-                set_keras_mask(outside[key], get_keras_mask(leaf))
+            gates = {key: tf.identity(part) for key, part in inside.items()}
 
         def gradient(*grads: Any) -> tuple[Any, ...]:
             arrive([one for one in grads if one is not None])
             return grads
 
-        lists = [*outside.values()], [*inside.values()]
+        lists = [*gates.values()], [*inside.values()]
         record.record_operation("ShardedUnit", *lists, gradient)
         self.is_recorded = True
+        outside = {id(one): units.whole_of(one, gates[id(one)]) for one in of_kind}
+        for leaf in of_kind:
+            if get_keras_mask(leaf) is not None:
+                set_keras_mask(outside[id(leaf)], get_keras_mask(leaf))
         return tree.map_structure(lambda leaf: outside.get(id(leaf), leaf), outputs)
 
-    def of_backward(self) -> list[WeightShare]:
+    def of_backward(self) -> list[PartOfWeight]:
         """Weights whose values backward needs: not biases, nor tables of rows."""
         calls = [one.operation for one in self.functions]
 
@@ -318,7 +347,8 @@ class UnitCall:
             inside = [one.captures[id(whole)] for one in self.functions if one.takes(whole)]
             return any(map(is_needed, inside)) or is_needed(whole, calls)
 
-        return [one for one, whole in zip(self.weights, self.wholes) if is_needed_of(whole)]
+        pairs = [pair for pair in zip(self.weights, self.wholes) if id(pair[0]) not in self.kept]
+        return [one for one, whole in pairs if is_needed_of(whole)]
 
     def replacements(self, again: Mapping[int, tf.Tensor]) -> Callable[[], dict[str, tf.Tensor]]:
         """Function that finds tensors by names of those whose places they take, after backward."""
@@ -369,12 +399,12 @@ class Plan:
         units: Weights of each, in order; none where what follows is not known.
     """
 
-    def __init__(self, units: Sequence[Sequence[WeightShare]]) -> None:
+    def __init__(self, units: Sequence[Sequence[PartOfWeight]]) -> None:
         self._units, self.graph = list(units), framework_ops.get_default_graph()
         # Gathered tensors, by ids of the weights.
         self.wholes: dict[int, tf.Tensor] = {}
 
-    def take(self, weights: Sequence[WeightShare], most: int) -> list[WeightShare]:
+    def take(self, weights: Sequence[PartOfWeight], most: int) -> list[PartOfWeight]:
         """Weights of a unit, and of those behind it, up to so many bytes."""
         own = {id(one) for one in weights}
         place = next((i for i, unit in enumerate(self._units) if {*map(id, unit)} == own), None)
@@ -490,7 +520,7 @@ class UnitFunction(CompiledFunction):
         self.operation: tf.Operation | None = None
         self.refused: str | None = None
         # Weights that it reads, and what was gathered of them.
-        self._read: dict[int, tuple[WeightShare, tf.Tensor]] = {}
+        self._read: dict[int, tuple[PartOfWeight, tf.Tensor]] = {}
         traces.append(self)
         super().__init__(*args)
         self.captures = {id(outside): inside for outside, inside in self._graph.captures}
@@ -510,12 +540,12 @@ class UnitFunction(CompiledFunction):
         """Whether what is traced now is the function, or lies in it."""
         return any(graph is self._inside for graph in graphs())
 
-    def whole_of(self, weight: WeightShare) -> tf.Tensor | None:
+    def whole_of(self, weight: PartOfWeight) -> tf.Tensor | None:
         """The whole of a weight that it computes with, or None."""
         _, whole = self._read.get(id(weight), (None, None))
         return whole
 
-    def note_read(self, weight: WeightShare, whole: tf.Tensor) -> None:
+    def note_read(self, weight: PartOfWeight, whole: tf.Tensor) -> None:
         """Notes that the function computes with what was gathered of a weight."""
         self._read[id(weight)] = weight, whole
 
@@ -526,7 +556,7 @@ class UnitFunction(CompiledFunction):
         graph = framework_ops.get_default_graph()
         for weight, whole in self._read.values():
             resource_variable_ops.variable_accessed(weight)
-            record_read(weight, whole)
+            weight.record(whole)
         before = len(graph.get_operations())
         outputs = super().__call__(*args, **kwargs)
         self.operation = next(op for op in graph.get_operations()[before:] if op.type in _CALLS)
@@ -637,7 +667,7 @@ def _gradient_of_read(op: tf.Operation, grad: tf.Tensor, _: Any) -> tuple[None, 
     return None, grad
 
 
-def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
+def _with_gradient(whole: tf.Tensor, weight: PartOfWeight) -> tf.Tensor:
     """A whole weight whose gradient is the weight's, also in a function within the step.
 
     What calls such a function differentiates its operations, of which no tape has a record.
@@ -648,6 +678,6 @@ def _with_gradient(whole: tf.Tensor, weight: WeightShare) -> tf.Tensor:
     return read
 
 
-def size_of(weights: Sequence[WeightShare]) -> int:
-    """Bytes of whole weights."""
-    return sum(math.prod(one.shape) * one.dtype.size for one in weights)
+def size_of(weights: Sequence[PartOfWeight]) -> int:
+    """Bytes of what is gathered of weights."""
+    return sum(math.prod(one.place.parts.shape) * one.dtype.size for one in weights)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.collectives.hop import Cut
 from keras_psplus.all_reduce.step.mirrored_variables import WIDER
 from keras_psplus.core.base.threads import ThreadFlag
+from keras_psplus.sharding.places import PieceCut
 from keras_psplus.tf_internals import resource_variable_ops
 from keras_psplus.tf_internals.composite_variable import WrittenVariable
 
@@ -160,27 +161,28 @@ class ShareVariable(WrittenVariable):
             sent = tf.zeros(shape, wide) if own is None else tf.cast(own, wide)
             return tf.cast(launcher.all_reduce(sent), self.dtype)
 
-        if not isinstance(self.place.cut, Cut):
+        if not isinstance(self.place.cut, (Cut, PieceCut)):
             part = self.place.local_part(total_of(self._whole_shape, value), rank)
             # A slice shares the buffer of the whole, and would keep it alive.
             self.part.assign(tf.raw_ops.DeepCopy(x=part), read_value=False)
             return
         # Elements, or rows if parts consist of them.
-        length, *of_row = self.place.cut.shard
-        rows = None if value is None else tf.reshape(value, [-1, *of_row])
+        _, *of_row = self.place.cut.shard
+        rows = None if value is None else tf.reshape(self.place.in_order(value), [-1, *of_row])
+        first, last = self.place.span(rank)
         size = self._whole_shape.num_elements() // math.prod(of_row)
         most = max(1, self._piece // math.prod(of_row))
         for start in range(0, size, most):
             end = min(size, start + most)
             piece = total_of([end - start, *of_row], None if rows is None else rows[start:end])
-            first, last = (min(max(one - rank * length, 0), length) for one in (start, end))
-            if first < last:
+            begin, finish = max(first, start), min(last, end)
+            if begin < finish:
                 tf.raw_ops.ResourceStridedSliceAssign(
                     ref=self.part.handle,
-                    begin=[first],
-                    end=[last],
+                    begin=[begin - first],
+                    end=[finish - first],
                     strides=[1],
-                    value=piece[rank * length + first - start : rank * length + last - start],
+                    value=piece[begin - start : finish - start],
                 )
 
     @property

@@ -11,11 +11,11 @@ import tensorflow as tf
 from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
-from keras_psplus.sharding.places import Place
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
 from keras_psplus.tf_internals import record, resource_variable_ops
 
 if TYPE_CHECKING:
+    from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.store import ShareStore
 
 
@@ -73,6 +73,10 @@ class PartOfWeight(ShareVariable):
         record_read(self, whole)
         return whole
 
+    def record(self, value: tf.Tensor) -> None:
+        """Tells tapes that a value, made unseen, is what a step reads of it."""
+        record_read(self, value)
+
     def _error_of_eager_read(self) -> RuntimeError:
         raise NotImplementedError
 
@@ -94,12 +98,13 @@ class WeightShare(PartOfWeight):
     def __init__(
         self,
         store: ShareStore,
+        place: Place,
         read: Callable[[Any], tf.Tensor],
         note_write: Callable[[Any], None],
         variable: keras.Variable,
     ) -> None:
         self._read, self._note_write = read, note_write
-        super().__init__(store, Place.of_parts(tuple(variable._shape), store.workers), variable)
+        super().__init__(store, place, variable)
 
     def _error_of_eager_read(self) -> RuntimeError:
         return RuntimeError(
@@ -120,6 +125,6 @@ class WeightShare(PartOfWeight):
 class WholeWeight(TensorVariable):
     """The whole value of a weight in shares, in an update."""
 
-    def __init__(self, weight: WeightShare, value: tf.Tensor) -> None:
+    def __init__(self, weight: PartOfWeight, value: tf.Tensor) -> None:
         self.path = weight.path
         super().__init__(value, weight)

@@ -19,24 +19,42 @@ from keras_psplus.core.graph.variables import shape_to_be
 from keras_psplus.engine import Call, answers
 from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
-from keras_psplus.sharding.plan import reason_for_wholes
+from keras_psplus.sharding.full_engine import WeightSharesEngine
+from keras_psplus.sharding.places import PieceCut, Place
+from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
+from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.variable import ParameterPart, in_update
-from keras_psplus.sharding.weight import WholeWeight
+from keras_psplus.sharding.weight import PartOfWeight, WeightShare, WholeWeight
 from keras_psplus.tensor_parallel import plan, rules
-from keras_psplus.tensor_parallel.group import LocalPart, part_of
+from keras_psplus.tensor_parallel.group import LocalPart, ModelGroup, part_of
 from keras_psplus.tensor_parallel.layer_calls import LayerCalls
-from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
+from keras_psplus.tensor_parallel.variable import CutWeight, PieceWeight, cut_of
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
     from keras_psplus.engine import Gradients, Variables
     from keras_psplus.sharding.engine import Places
-    from keras_psplus.sharding.places import Place
     from keras_psplus.sharding.sums import Sums
 
 # Between seeds of the workers of a row, where they draw for their own heads.
 _SEED_STRIDE = 0x2545F491
+
+
+class PartUnits(Units):
+    """Units of layers whose outputs may be in parts."""
+
+    def __init__(self, group: ModelGroup, *args: Any) -> None:
+        self._group = group
+        super().__init__(*args)
+
+    def part_of(self, tensor: tf.Tensor) -> tf.Tensor:
+        found = getattr(tensor, "_local_part", None)
+        return tensor if found is None else found.tensor
+
+    def whole_of(self, tensor: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+        found = getattr(tensor, "_local_part", None)
+        return part if found is None else self._group.stack(part, found.axis)
 
 
 class ModelParallelEngine(ShardedEngine):
@@ -67,7 +85,7 @@ class ModelParallelEngine(ShardedEngine):
             return False
         return any(cut_of(variable) is not None for variable in operation.variables)
 
-    def _make_plan(self, optimizer: Optimizer) -> plan.CutPlan:
+    def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
         return plan.CutPlan(optimizer)
 
     # Variables.
@@ -103,7 +121,7 @@ class ModelParallelEngine(ShardedEngine):
         weight = cut_of(call.get("reference_variable"))
         # Gradients of parts are added up, also where updates gather their mean.
         if weight is not None and call.get("name") == "gradient_accumulator":
-            return self._add_slot_in_shares(call, weight.place)
+            return self._add_slot_in_shares(call, Place(weight.cut))
         if weight is not None and reason_for_wholes(call.owner) is None:
             return self._add_slot_in_shares(call)
         return AllReduceEngine._add_slot(self, call)
@@ -229,11 +247,8 @@ class ModelParallelEngine(ShardedEngine):
         targets, self._targets = [self._targets[id(v)] for v in variables], {}
         with in_update.raised():
             optimizer._backend_update_step(grads, targets, optimizer.learning_rate)
-        for variable, target in zip(variables, targets):
-            if isinstance(target, WholeWeight):
-                weight = variable._value
-                own = self.strategy.extended.group.own(target.value(), weight.cut.axis)
-                weight.part.assign(own, read_value=False)
+        places = self._placed(optimizer, variables)
+        self._spread_wholes(optimizer, variables, places, targets)
 
 
 class ShardedModelParallelEngine(ModelParallelEngine):
@@ -242,7 +257,7 @@ class ShardedModelParallelEngine(ModelParallelEngine):
     Where an optimizer needs whole weights, all workers update them, as without.
     """
 
-    def _make_plan(self, optimizer: Optimizer) -> plan.PiecePlan:
+    def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
         grid = self.strategy.grid
         return plan.PiecePlan(optimizer, len(grid.rows), len(grid.rows[0]))
 
@@ -304,3 +319,29 @@ class ShardedModelParallelEngine(ModelParallelEngine):
     def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
         of = ShardedEngine if self._cuts(optimizer) else ModelParallelEngine
         of.update(self, optimizer, grads, variables)
+
+
+class FullyShardedModelParallelEngine(WeightSharesEngine, ShardedModelParallelEngine):
+    """Cuts the weights of which the workers of a column have the same, too: `shard="all"`."""
+
+    def _make_units(self, *args: Any) -> PartUnits:
+        return PartUnits(self.strategy.extended.group, *args)
+
+    def is_cut(self, operation: Any) -> bool:
+        return super().is_cut(operation) or ModelParallelEngine.is_cut(self, operation)
+
+    def _make_weight(self, variable: keras.Variable) -> PartOfWeight:
+        shape, extended, units = tuple(variable._shape), self.strategy.extended, self.units
+        axis = self.strategy.layouts.axis_of(variable.path, shape)
+        if axis is not None:
+            ways, parts = (self.layer_calls.read, extended.group.split), extended.group.size
+            return PieceWeight(units, extended.store, *ways, variable, axis, parts)
+        rows = len(self.strategy.grid.rows)
+        place = Place(PieceCut(None, Place.of_parts(shape, rows).parts, extended.group.size))
+        return WeightShare(extended.store, place, units.read, units.note_write, variable)
+
+    def _gathered(self, weight: PartOfWeight) -> tf.Tensor:
+        extended, pieces = self.strategy.extended, weight.place.parts
+        row = tf.reshape(weight.part.value(), [1, pieces.width])
+        part, cut = pieces.whole(extended.route.gather(row)), cut_of(weight)
+        return part if cut is None else extended.group.gather(part, cut.cut.axis)

@@ -63,7 +63,7 @@ class LayerCalls:
 
     def _gather(self, weight: CutWeight) -> tf.Tensor:
         self.gathered.add(weight.path)
-        return self._group.stack(weight.local(), weight.cut.axis)
+        return self._group.stack(weight.local(is_kept=True), weight.cut.axis)
 
     def call(self, call: Call, proceed: Callable[[Call], Any]) -> Any:
         if tf.executing_eagerly() or self.regions.are_whole:

@@ -158,7 +158,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             sum and apply gradients once in so many steps; None for every step.
         topology: As there, for these gradients: groups of whole rows of the mesh.
         shard: `"optimizer"` to cut an optimizer's slots along the axis of batches, too: a worker
-            keeps and updates a piece of what the workers of its column have alike.
+            keeps and updates a piece of what the workers of its column have alike; `"all"` to cut
+            weights as well.
 
     Raises:
         ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.

@@ -59,6 +59,8 @@ def test_a_file_has_scalars_and_bfloat16_as_bytes(tmp_path):
     waiting.put(found, {}, True)
     forms = {**FORMS, "c/d": (tf.TensorShape([None]), tf.bfloat16)}
     assert_equal(waiting.take(forms), {**VALUES, "c/d": half})
+    worker_state.write(tmp_path / "nothing", [])
+    assert worker_state.read(tmp_path / "nothing") == {}
 
 
 def test_values_wait_for_the_states_that_are_made_later():

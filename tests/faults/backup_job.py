@@ -102,9 +102,13 @@ def main():
         assert (weights == weights[0, 0]).all()
         return [float(weights[0, 0]), model._initial_epoch]
 
+    def folders():
+        return len(list(folder.glob("backup/backup-*")))
+
     def cut_short(what, act, before, **options):
-        at = 0
-        while True:
+        at, most = 0, 1 + len(options)
+        is_killed = True
+        while is_killed:
             killer.left = None
             shutil.rmtree(folder / "backup", ignore_errors=True)
             for epoch in before:
@@ -112,11 +116,13 @@ def main():
             killer.left = at
             try:
                 act(**options)
-                return
+                is_killed = False
             except Killed:
-                print(json.dumps([what, at, found(**options)]), flush=True)
-            finally:
-                killer.left = None
+                # At most those that count, and the one in writing.
+                assert folders() <= most + 1
+            killer.left = None
+            print(json.dumps([what, at, found(**options)]), flush=True)
+            assert is_killed or folders() <= most
             at += 1
 
     if is_alone:

@@ -9,7 +9,7 @@ import keras
 
 from keras_psplus.log import logger
 
-WEIGHTS, METADATA, DIGESTS = "latest.weights.h5", "training_metadata.json", "digests.json"
+WEIGHTS, METADATA, MANIFEST = "latest.weights.h5", "training_metadata.json", "manifest.json"
 
 
 def flip(path):
@@ -19,42 +19,32 @@ def flip(path):
     path.write_bytes(content)
 
 
-def _without_digests(path, text=None):
-    (path.parent / DIGESTS).unlink()
-    if text is not None:
-        path.write_text(text)
-
-
-def _cut_short(path):
-    _without_digests(path)
-    path.write_bytes(path.read_bytes()[:1000])
+def backups(folder):
+    """Folders of the backups that count, the newest first."""
+    return [folder / name for name in (folder / "LATEST").read_text().split()]
 
 
 # By a name: the file that an error has to name, and what is done to it.
 CASES = {
     "weights missing": (WEIGHTS, lambda path: path.unlink()),
-    "metadata missing": (METADATA, lambda path: path.unlink()),
-    "digests missing, too": (METADATA, lambda path: (_without_digests(path), path.unlink())),
     "weights flipped": (WEIGHTS, flip),
     "metadata flipped": (METADATA, flip),
     "seeds flipped": ("seed_generators.json", flip),
-    "digests flipped": (DIGESTS, flip),
-    "digests garbage": (DIGESTS, lambda path: path.write_bytes(b"{\xff")),
+    "manifest missing": (MANIFEST, lambda path: path.unlink()),
+    "manifest flipped": (MANIFEST, flip),
+    "manifest garbage": (MANIFEST, lambda path: path.write_bytes(b"{\xff")),
     # A reader of one waits for a writer.
     "a FIFO": (WEIGHTS, lambda path: (path.unlink(), os.mkfifo(path))),
-    "a FIFO without digests": (
-        METADATA,
-        lambda path: (_without_digests(path), path.unlink(), os.mkfifo(path)),
-    ),
-    "weights cut short": (WEIGHTS, _cut_short),
-    "metadata garbage": (METADATA, lambda path: _without_digests(path, "{garbage")),
-    "no object": (METADATA, lambda path: _without_digests(path, "[1]")),
-    "nested": (METADATA, lambda path: _without_digests(path, "[" * 100000)),
-    "epoch below 0": (METADATA, lambda path: _without_digests(path, '{"epoch": -5}')),
-    "epoch no one comes to": (
-        METADATA,
-        lambda path: _without_digests(path, '{"epoch": 1000000000}'),
-    ),
+}
+# Of states that Keras itself has written.
+OF_KERAS = {
+    "weights cut short": (WEIGHTS, lambda path: path.write_bytes(path.read_bytes()[:1000])),
+    "Keras's weights a FIFO": (WEIGHTS, lambda path: (path.unlink(), os.mkfifo(path))),
+    "metadata missing": (METADATA, lambda path: path.unlink()),
+    "metadata garbage": (METADATA, lambda path: path.write_text("{garbage")),
+    "no object": (METADATA, lambda path: path.write_text("[1]")),
+    "nested": (METADATA, lambda path: path.write_text("[" * 100000)),
+    "epoch below 0": (METADATA, lambda path: path.write_text('{"epoch": -5}')),
 }
 
 
@@ -86,19 +76,19 @@ def print_cases(folder, save, found):
     for name, (file, damage) in CASES.items():
         for kind, options in (("damaged", {}), ("replaced", {"double_checkpoint": True})):
             prepare(**options)
-            damage(folder / file)
+            damage(backups(folder)[0] / file)
             look(kind, name, **options)
         # What was used has come to be the last one.
         look("after", name)
-    prepare()
-    (folder / DIGESTS).unlink()
-    look("without digests", "digests deleted", double_checkpoint=True)
-    shutil.rmtree(folder)
     plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(4000, use_bias=False)])
     plain.set_weights([keras.ops.full((1, 4000), 3.0)])
     plain.compile("sgd", "mse")
     callback = keras.callbacks.BackupAndRestore(folder)
     callback.set_model(plain)
-    callback.on_epoch_end(2)
-    assert not (folder / DIGESTS).exists()
-    look("without digests", "Keras")
+    shutil.rmtree(folder)
+    for name, (file, damage) in {**OF_KERAS, "whole": (WEIGHTS, lambda path: None)}.items():
+        callback.on_epoch_end(2)
+        assert not (folder / "LATEST").exists()
+        damage(folder / file)
+        look("of Keras" if name == "whole" else "damaged", name)
+        (folder / file).unlink(missing_ok=True)

@@ -81,9 +81,9 @@ def main():
     from keras_psplus.core.backup import backup_callback
     from keras_psplus.core.jobs.control import ControlPlane
 
-    compressor = psp.compression.get(
-        {"diloco": "int8", "accumulate": "int8"}.get(kind, "powersgd:2")
-    )
+    is_int8 = kind in ("diloco", "accumulate")
+    compressor = "int8" if is_int8 else psp.compression.PowerSGD(2, min_compression_rate=0)
+    compressor = psp.compression.get(compressor)
     compressor = psp.compression.ByVariable({"*": compressor}, min_size=1, min_rank=0)
     updates = {"diloco": psp.updates.DiLoCo(3), "accumulate": psp.updates.Accumulate(3)}.get(kind)
     if kind == "sync_ps":

@@ -51,7 +51,6 @@ def main():
         **{f"weight {i}": w.tolist() for i, w in enumerate(model.get_weights())},
         **{f"losses {i}": h.history["loss"] for i, h in enumerate(histories)},
         "epochs": [h.epoch for h in histories],
-        "left": [link.is_symlink(), sorted(p.name for p in (folder / "backup").iterdir())],
     }
     print(json.dumps([len(trained), found]), flush=True)
 

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.core import seeds
-from keras_psplus.core.backup import backup_files
+from keras_psplus.core.backup import store
 from tests.faults.at_batch import AtBatch
 from tests.support.parts import Interrupted
 
@@ -45,7 +45,7 @@ class DieInWrite(keras.callbacks.Callback):
         super().__init__()
         self.is_writing, self.trains_on = threading.Event(), False
         self._begun, self._first_after = 0, number * CASES["dies in a write"][2] + 1
-        keras_own = backup_files.saving_lib
+        keras_own = store.saving_lib
 
         class Store(keras_own.H5IOStore):
             entries, files = 0, 0
@@ -63,7 +63,7 @@ class DieInWrite(keras.callbacks.Callback):
                 return super().make(*args, **kwargs)
 
         names = {**vars(keras_own), "H5IOStore": Store}
-        backup_files.saving_lib = types.SimpleNamespace(**names)
+        store.saving_lib = types.SimpleNamespace(**names)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._begun += 1

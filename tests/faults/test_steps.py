@@ -66,7 +66,10 @@ def test_a_kill_while_the_thread_writes_leaves_the_backup_before(alone, tmp_path
     killed = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "trains on\n")
     backup = tmp_path / "alone" / "dies in a write"
-    assert (backup / "writing").is_dir()
+    begun, whole = sorted(
+        backup.glob("backup-*"), key=lambda path: (path / "manifest.json").exists()
+    )
+    assert (backup / "LATEST").read_text() == f"{whole.name}\n" and list(begun.iterdir())
     log = run_script(JOB, tmp_path, "dies in a write")
     assert "training goes on after batch 1 of epoch 3" in log
     assert lines_of(log)["dies in a write"] == alone["epochs"][2]

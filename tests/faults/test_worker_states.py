@@ -32,9 +32,9 @@ def test_all_workers_resume_from_the_state_that_is_whole_on_all_of_them(run):
     assert found["other worker"] == [([0, 1, 2, 3], whole)] * 2
     assert "training resumes from the one before, at epoch 2. Received: " in log
     assert "are lost" not in log.split('["all"')[0]
-    # The newest has no digests, and is taken without what workers had kept; all are told so.
-    ((epochs, weights), other) = found["no digests"]
-    assert epochs == [0, 1, 2, 3] and other == (epochs, weights) and weights != whole
+    # One of Keras itself is taken without what workers had kept; all are told so.
+    ((epochs, weights), other) = found["of Keras"]
+    assert epochs[-1] == 3 and other == (epochs, weights) and weights != whole
     assert "are lost: it has no files of workers" in log
 
 
@@ -42,8 +42,7 @@ def test_all_workers_refuse_a_damaged_state(run):
     ((epochs, first), other) = run[0]["all"]
     assert epochs is None and other == (epochs, first)
     assert "is damaged or incomplete" in first
-    assert "latest.weights.h5 is not as it was written" in first
-    assert "latest.weights.h5.bkp is not as it was written" in first
+    assert first.count("latest.weights.h5 is not as it was written") == 2
 
 
 def test_a_worker_that_cannot_write_is_named_on_all(run):

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import keras_psplus as psp
-from tests.faults.damage import flip
+from tests.faults.damage import backups, flip
 from tests.support.parts import Interrupt, Interrupted
 
 
@@ -64,14 +64,21 @@ def main():
     train("other worker", folder / "other worker", double_checkpoint=True)
 
     def damage_all():
-        flip(copy("all") / "latest.weights.h5")
-        flip(folder / "all" / "latest.weights.h5.bkp")
+        for backup in backups(copy("all")):
+            flip(backup / "latest.weights.h5")
 
     on_chief(damage_all)
     train("all", folder / "all", double_checkpoint=True)
 
-    on_chief(lambda: (copy("no digests") / "digests.json").unlink())
-    train("no digests", folder / "no digests", double_checkpoint=True)
+    # Without what workers had kept, as Keras itself writes a state.
+    def take_out():
+        last, _ = backups(copy("of Keras"))
+        for name in ("latest.weights.h5", "training_metadata.json"):
+            (last / name).rename(folder / "of Keras" / name)
+        (folder / "of Keras" / "LATEST").unlink()
+
+    on_chief(take_out)
+    train("of Keras", folder / "of Keras", double_checkpoint=True)
 
     # A disk of its own, on which nothing can be written.
     own = folder / f"own-{strategy.task.name}"

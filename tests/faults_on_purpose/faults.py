@@ -384,10 +384,10 @@ FAULTS = (
     Fault(
         "a damaged backup",
         "the digests of a backup's files are not compared, and a job resumes from a damaged one",
-        "core/backup/backup_files.py",
-        "            problem = integrity.problem_of(path, expected)\n",
-        "            problem = integrity.problem_of(path, expected) if suffix else None\n",
-        ("core/test_backup_files.py", "faults/test_backup.py"),
+        "core/backup/store.py",
+        "        problem = integrity.problem_of(file_utils.join(path, name), expected)\n",
+        "        problem = None\n",
+        ("core/test_store.py", "faults/test_backup.py"),
     ),
     Fault(
         "a list before what it lists",

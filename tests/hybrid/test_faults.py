@@ -13,6 +13,7 @@ import pytest
 
 from keras_psplus.cluster.environment import python_path
 from keras_psplus.cluster.processes import LocalCluster
+from keras_psplus.files.tables import latest
 from keras_psplus.hybrid import TableFiles
 from tests.faults.damage import flip
 from tests.hybrid import stranger
@@ -70,7 +71,7 @@ def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
     before = files.read("embedding/embeddings")
     assert np.all(before < 0) and files.slots("embedding/embeddings") == 1
     # In the chief's file, they have no rows.
-    with h5py.File(backup / "latest.weights.h5") as file:
+    with h5py.File(backup / latest(str(backup))[0] / "latest.weights.h5") as file:
         shapes = []
         file.visititems(lambda _, one: shapes.append(getattr(one, "shape", None)))
     assert (0, 4) in shapes and (40, 4) not in shapes
@@ -150,7 +151,7 @@ def test_a_backup_of_which_a_server_has_lost_rows_is_passed_over(tmp_path):
 
     whole, _ = trained("first")
     backup = tmp_path / "backup"
-    stem = json.loads((backup / "tables.json").read_text())["stem"]
+    stem = json.loads((backup / latest(str(backup))[0] / "tables.json").read_text())["stem"]
     (path,) = backup.glob(f"{stem}-0-of-1.data-00000-*")
     flip(path)
     resumed, log = trained("second")

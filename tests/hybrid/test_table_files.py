@@ -254,7 +254,7 @@ def test_a_worker_reads_tables_of_a_backup_that_lie_with_it_now(written):
             aside = [v.shape for v in optimizer.variables if tuple(v.shape) == (0, DIM)]
             assert model.layers[-1].kernel.shape == (DIM, 1)
         assert embedding.embeddings.shape == (ROWS, DIM)
-        problem = read_here(str(folder), here, is_strict)
+        problem = read_here(str(folder), listed, here, is_strict)
         np.testing.assert_array_equal(embedding.embeddings.numpy(), value(1, 0))
         return problem, aside, [v for v in optimizer.variables if v.shape == (ROWS, DIM)]
 

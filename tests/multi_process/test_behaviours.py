@@ -234,7 +234,7 @@ def test_callbacks_write_once_from_the_chief(tmp_path):
     with open(folder / "log.csv") as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
     assert len(list(folder.glob("tb/train/*tfevents*"))) == 1
-    assert (folder / "backup" / "latest.weights.h5").exists()
+    assert (folder / "backup" / "LATEST").exists()
     assert len(list((tmp_path / "disk0").rglob("*"))) > 3
     assert [p for p in (tmp_path / "disk1").rglob("*") if p.is_file()] == []
 

@@ -150,8 +150,9 @@ def backup_within_an_epoch(strategy, folder):
         model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[backup, Interrupt()])
     except Interrupted:
         pass
-    (state,) = json.loads((folder / "seed_generators.json").read_text())
-    model.load_weights(folder / "latest.weights.h5")
+    (backup,) = folder.glob("backup-*")
+    (state,) = json.loads((backup / "seed_generators.json").read_text())
+    model.load_weights(backup / "latest.weights.h5")
     assert (state, int(model.optimizer.iterations)) == ([1, 5], 5), state
 
 

@@ -79,7 +79,7 @@ def train(
             history = model.fit(x, y, **fit, callbacks=callbacks)
         except Interrupted:
             return {}
-    assert not folder or not pathlib.Path(folder).exists()
+    assert not folder or not pathlib.Path(folder, "LATEST").exists()
     assert history.epoch == list(range(EPOCHS)), history.epoch
     return model, {"iterations": model.optimizer.iterations.numpy(), **history.history}
 
@@ -89,7 +89,7 @@ def test_asynchronous_training_goes_on_with_fewer_workers(tmp_path):
     # An epoch is a step, which has an order then; Dropout draws on.
     args = {"batch_size": ROWS, "dropout": 0.5}
     run("async22", train, folder=tmp_path / "backup", interrupt=0, **args)
-    assert (tmp_path / "backup" / "latest.weights.h5").exists()
+    assert (tmp_path / "backup" / "LATEST").exists()
     resumed = run("async_threads", train, folder=tmp_path / "backup", **args)
     assert_close(resumed.first, run("async_threads", train, **args).first, 1e-6)
 

@@ -184,11 +184,15 @@ def reads_late():
     return mock.patch.object(ShareStore, "read", read)
 
 
-def loaded(path):
-    """Goes on from a file that another number of workers has written."""
+def loaded(path, to=None, epochs=1):
+    """Goes on from a file that another number of workers has written, and may write one."""
     model = keras.models.load_model(path)
     found = {f"slots/{i}": v.numpy() for i, v in enumerate(model.optimizer.variables)}
-    later = left(model, fit(model, numbers(ROWS, 7), epochs=1))
+    for _ in range(epochs):
+        # After each `fit`, weights are their averages.
+        later = left(model, fit(model, numbers(ROWS, 7), epochs=1))
+    if to is not None and (task_here() is None or task_here().is_chief):
+        model.save(to)
     return found | {f"later/{k}": v for k, v in later.items()}
 
 

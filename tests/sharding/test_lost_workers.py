@@ -23,8 +23,9 @@ JOB = pathlib.Path(__file__).with_name("lost_job.py")
         ("all", 3, "all"),
         *extended(("optimizer", 3, "optimizer")),
         # Fewer rows, or weights that are not cut.
-        ("2x2/optimizer", 4, "1x2"),
+        ("2x2/all", 4, "1x2"),
         *extended(("2x2", 4, "2x1"), ("2x2/optimizer", 4, "2x1/optimizer")),
+        *extended(("2x2/optimizer", 4, "2x1/all")),
     ],
 )
 def test_two_workers_go_on_from_a_backup_when_one_of_more_is_lost(before, workers, after, tmp_path):

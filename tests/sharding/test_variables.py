@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.sharding import variable as variable_module
-from keras_psplus.sharding.places import Place
+from keras_psplus.sharding.places import AxisCut, PieceCut, Place
 from keras_psplus.sharding.variable import ShareVariable
 from tests.support.tables import for_each
 
@@ -83,6 +83,23 @@ def test_pieces_of_a_part_that_is_rows(monkeypatch, rank):
     np.testing.assert_array_equal(one.part, whole[2 * rank : 2 * rank + 2])
     rows = whole.reshape(3, 10)
     np.testing.assert_array_equal(one.collected(Rows(rows), True), whole)
+
+
+@for_each("axis", [None, 0, 1])
+@for_each("rows", [2, 3])
+def test_pieces_of_parts_along_an_axis(monkeypatch, axis, rows):
+    monkeypatch.setattr(variable_module, "_PIECE_BYTES", 4 * 8)
+    whole = tf.reshape(tf.range(1.0, 25.0), [4, 6])
+    split = None if axis is None else AxisCut(whole.shape, axis, 2, copies=rows)
+    local = whole.shape if split is None else tf.TensorShape(split.shard)
+    place = Place(PieceCut(split, Place.of_parts(local, rows).parts, 2))
+    for rank in range(2 * rows):
+        ways = lambda: place, lambda place, shape: tf.zeros(shape)
+        one = ShareVariable(Store(rank), whole.shape, tf.float32, "v", *ways)
+        launcher = Collectives(np.zeros(24) if rank == 0 else place.in_order(whole).numpy())
+        one.receive(launcher, whole if rank == 0 else None)
+        assert len(launcher.sizes) > 2
+        np.testing.assert_array_equal(one.part, place.local_part(whole, rank))
 
 
 @for_each("shape", [(6, 0), (3, 1 << 19)])

@@ -134,6 +134,8 @@ LAYOUTS = {
     "tp2": Layout(_mesh(1, 2), workers=2),
     "tp4": Layout(_mesh(2, 2), workers=4),
     "tp4_shards": Layout(_mesh(2, 2, shard="optimizer"), workers=4),
+    "tp4_all": Layout(_mesh(2, 2, shard="all"), workers=4),
+    "tp4x1_all": Layout(_mesh(4, 1, shard="all"), workers=4),
     "tp4_shards_int8": Layout(
         _mesh(2, 2, shard="optimizer", compression={"gradients": "int8", "weights": "int8"}),
         workers=4,

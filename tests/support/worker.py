@@ -32,8 +32,8 @@ from tests.support.layouts import LAYOUTS
 # Containers of the library in which a case leaves something for the next one.
 _CONTAINERS = (
     ("log", "_logged"),
-    ("core.backup.fit_calls", "_BY_FOLDER"),
-    ("core.backup.fit_calls", "_kept"),
+    ("core.backup.fit_progress", "_BY_FOLDER"),
+    ("core.backup.store", "_kept"),
     ("files.ownership", "_owned"),
     ("tables.local", "_engines"),
 )

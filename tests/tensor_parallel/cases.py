@@ -1,13 +1,25 @@
 """Models whose weights tensor parallelism cuts, in clusters and in one process."""
 
 import contextlib
+import math
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.sharding.cases import BATCH, EPOCHS, OPTIMIZERS, ROWS, compiled, fit, left, numbers
+from tests.sharding.cases import (
+    BATCH,
+    EPOCHS,
+    OPTIMIZERS,
+    ROWS,
+    compiled,
+    fit,
+    left,
+    numbers,
+    wire_bytes,
+)
+from tests.sharding.unit_cases import each_unit_gathers
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 COLUMN, ROW = (None, "model"), ("model", None)
@@ -298,14 +310,31 @@ def in_parts():
 
 
 def in_pieces():
-    """A transformer under a loss scale; sizes of parts of weights, and of pieces of their slots."""
+    """A transformer under a loss scale; sizes of parts of weights, and of what is kept of each."""
     with layouts():
         model, x = made("transformer/loss_scale")
         found = left(model, fit(model, x))
     if not tf.distribute.has_strategy():
         return found
     inner, weights = model.optimizer.inner_optimizer, model.trainable_variables
-    halves = [v._value.part if hasattr(v._value, "part") else v for v in weights]
-    first, second = inner._momentums, inner._velocities
-    pieces = [[v._value.part.shape.num_elements() for v in slots] for slots in (first, second)]
-    return found | {"halves": 2 * [[np.prod(v.shape) for v in halves]], "pieces": pieces}
+    kept = {"weights": weights, "first": inner._momentums, "second": inner._velocities}
+    for name, variables in kept.items():
+        parts = [getattr(v._value, "part", v._value) for v in variables]
+        found[f"kept/{name}"] = [part.shape.num_elements() for part in parts]
+    return found | {"parts": [np.prod(getattr(v._value, "local_shape", v.shape)) for v in weights]}
+
+
+def in_units():
+    """Two pairs of a column and a row cut, each a unit; a traced step's collectives, and bytes."""
+    with layouts(), collectives() as shapes, each_unit_gathers():
+        sizes = {"a_up": 16, "a_down": 6, "b_up": 8, "b_down": 3}
+        layers = [L.Dense(size, "tanh", name=name) for name, size in sizes.items()]
+        model = compiled(keras.Sequential([keras.Input((7,)), *layers]), O.SGD(0.05))
+        before = wire_bytes()
+        found = left(model, fit(model, numbers(2 * BATCH, 7), epochs=1))
+    if not tf.distribute.has_strategy():
+        return found
+    pieces = [math.prod(one._value.part.shape) for one in model.trainable_variables]
+    wire = (wire_bytes() - before) / 2
+    gathered, summed = shapes["gather"], shapes["reduce"]
+    return found | {"pieces": pieces, "wire": wire, "gathered": gathered, "summed": summed}

@@ -168,7 +168,6 @@ def test_weights():
             dict(layout_map={}, mesh=psp.DeviceMesh((1, 1), AXES), updates="local_sgd:2"),
             "`Accumulate` alone can be combined with ModelParallelStrategy",
         ),
-        (dict(shard="all"), 'ModelParallelStrategy takes shard="optimizer"'),
         (dict(shard="weights"), "`shard` must be None"),
         (dict(shard="optimizer", topology="flat"), "takes either `shard` or `topology`"),
     ],
@@ -190,7 +189,7 @@ def test_one_process_trains_alone():
     strategy = psp.ModelParallelStrategy(
         layout_map={".*kernel": (None, "model")},
         mesh=mesh,
-        shard="optimizer",
+        shard="all",
         compression={"gradients": "int8", "weights": "bf16"},
     )
     with strategy.scope():

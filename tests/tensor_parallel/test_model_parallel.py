@@ -88,15 +88,35 @@ def test_rows_divide_batches():
     equals_one_process("tp4", cases.trained, name="own_step")
 
 
-def test_slots_are_cut_along_rows_and_columns():
+@pytest.mark.parametrize("layout", ["tp4_all", *extended("tp4_shards")])
+def test_what_a_worker_keeps_is_cut_along_rows_and_columns(layout):
     expected = reference(cases.in_pieces)
-    for found in run("tp4_shards", cases.in_pieces, same=True).values():
+    for found in run(layout, cases.in_pieces).values():
+        parts = found.pop("parts")
         # Of biases, the last piece is filled up.
-        np.testing.assert_array_equal(-(-found.pop("halves") // 2), found.pop("pieces"))
+        pieces = -(-parts // 2)
+        weights = parts if layout == "tp4_shards" else pieces
+        for name, sizes in {"weights": weights, "first": pieces, "second": pieces}.items():
+            np.testing.assert_array_equal(found.pop(f"kept/{name}"), sizes)
         assert_close(found, expected, TOLERANCE)
 
 
+def test_units_gather_along_columns_and_meet_along_rows():
+    results = run("tp4_all", cases.in_units)
+    for found in results.values():
+        # Sums of two row cuts' outputs, and of the gradient of what the second pair computes with;
+        # what a unit leaves in parts is gathered for no other.
+        assert sorted(found.pop("summed").tolist()) == ["[3]", "[6]", "[6]"]
+        assert found.pop("gathered").size == 0
+        # Each piece is gathered and its gradient scattered; kernels are gathered once more in
+        # backward, but for the last unit's, which is still there.
+        pieces = found.pop("pieces")
+        assert found.pop("wire") == 4 * (2 * pieces.sum() + pieces[0] + pieces[2] + pieces[4])
+    assert_close(results.first, reference(cases.in_units), TOLERANCE)
+
+
 @pytest.mark.extended
+@pytest.mark.parametrize("layout", ["tp4_shards", "tp4_all"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -104,8 +124,21 @@ def test_slots_are_cut_along_rows_and_columns():
         *("own_step", "transformer/momentum_clipnorm"),
     ],
 )
-def test_slots_in_pieces_equal_one_process(name):
-    equals_one_process("tp4_shards", cases.trained, name=name)
+def test_pieces_equal_one_process(layout, name):
+    equals_one_process(layout, cases.trained, name=name)
+
+
+@pytest.mark.extended
+def test_losses_over_classes_of_weights_in_pieces():
+    found = run("tp4_all", cases.of_vocabulary).first
+    del found["gathered"]
+    assert_close(found, reference(cases.of_vocabulary), TOLERANCE)
+
+
+@pytest.mark.extended
+def test_compiled_units_of_a_mesh_equal_one_process():
+    found = run("tp4_all", cases.trained, name="transformer/adam", jit_compile=True)
+    assert_close(found.first, reference(cases.trained, name="transformer/adam"), TOLERANCE)
 
 
 @pytest.mark.extended
@@ -116,15 +149,27 @@ def test_gradients_and_new_values_in_fewer_bytes():
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("layout", ["tp4_shards", "tp4_all"])
 @pytest.mark.parametrize("name", ["places", "two_optimizers"])
-def test_accumulated_updates_of_pieces_equal_those_of_one_process(name):
-    equals_one_process("tp4_shards", shares.accumulated, name=name)
+def test_accumulated_updates_of_pieces_equal_those_of_one_process(layout, name):
+    equals_one_process(layout, shares.accumulated, name=name)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("other", ["plain", "tp2", "opt2"])
 def test_pieces_go_on_elsewhere(other, tmp_path):
     check_files("tp4_shards", tmp_path, other)
+
+
+@pytest.mark.extended
+def test_files_of_a_mesh_go_from_mesh_to_mesh(tmp_path):
+    check_files("tp4_all", tmp_path, "plain")
+    paths = [str(tmp_path / f"{name}.keras") for name in ("all.worker-1", "4x1", "1x2", "alone")]
+    expected = reference(shares.loaded, path=paths[0], epochs=3)
+    for layout, path, to in zip(("tp4x1_all", "tp2", "plain"), paths, paths[1:]):
+        found = run(layout, shares.loaded, path=path, to=to).first
+    found = {name: value for name, value in found.items() if name.startswith("later")}
+    assert_close(found, {name: expected[name] for name in found}, TOLERANCE)
 
 
 @pytest.mark.extended

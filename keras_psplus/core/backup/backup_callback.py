@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_psplus.core.backup import backup_files, fit_calls
-from keras_psplus.core.backup.backup_files import WeightsInMemory
+from keras_psplus.core.backup import fit_progress, store
 from keras_psplus.core.backup.backup_tables import BackupTables, read_here, without_rows
+from keras_psplus.core.backup.store import Backup, WeightsInMemory
 from keras_psplus.core.backup.training_state import (
     Resumed,
     TrainingState,
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 
 _WHAT = "BackupAndRestore"
 _SAID = {
-    fit_calls.PASS: (
+    fit_progress.PASS: (
         logger.info,
         "call %d of `fit` with the backup %s is passed over: it had ended before the backup was "
         "made, in call %d, whose weights the model has now",
     ),
-    fit_calls.AGAIN: (
+    fit_progress.AGAIN: (
         logger.warning,
         "call %d of `fit` is trained again, and not backed up: the backup in %s is one of another "
         "model, of call %d. Give each call its own `backup_dir`",
     ),
-    fit_calls.FRESH: (
+    fit_progress.FRESH: (
         logger.info,
         "call %d of `fit` begins afresh: the backup in %s is of call %d, which has ended",
     ),
@@ -62,21 +63,20 @@ def end(engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore) -> N
         progress.call.has_ended, progress.call.history = True, found
     if not progress.is_saving:
         return
+    folder = os.fspath(callback.backup_dir)
     if not engine.strategy.is_chief:
         # On a disk that is shared, the chief deletes everything, when it no longer counts.
-        if deletes and not file_utils.exists(callback._weights_path):
-            engine.worker_files.delete(callback.backup_dir)
+        if deletes and not store.has_any(folder):
+            engine.worker_files.delete(folder)
         return
     if not deletes:
         engine.backup_writer.finish()
         return
     try:
         engine.backup_writer.finish()
-        kept = fit_calls.keep(callback.backup_dir)
-        if kept is None:
-            # Before what servers have: a state without its tables would be taken for a damaged one.
-            backup_files.delete(callback)
-        engine.backup_tables.note_ended(full_path(callback.backup_dir), kept)
+        # Before what servers have: a state without its tables would be taken for a damaged one.
+        is_kept = store.end(folder)
+        engine.backup_tables.note_ended(full_path(folder), is_kept)
     except (OSError, TableServerError, tf.errors.OpError) as error:
         logger.warning(
             "the training has ended, but its backup could not be deleted: delete it, or a start of "
@@ -85,20 +85,19 @@ def end(engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore) -> N
         )
 
 
-def save(
-    engine: StrategyEngine, original: Callable[..., Any], callback: keras.callbacks.BackupAndRestore
-) -> None:
-    """Writes the model, its training and what each worker keeps, as one state.
+def save(engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore) -> None:
+    """Writes the model, its training and what each worker keeps, as one backup.
 
     1. Every worker writes what it keeps, and all of them wait until all have.
     2. Servers begin to write their tables as they are now, and workers go on.
-    3. The chief waits for them, writes the rest, and renames its folder: from then on the new state
-       counts.
+    3. The chief waits for them, writes the rest, and has LATEST name it: from then on the new
+       backup counts.
 
     Between the ends of epochs, where weights are in this process, a thread does the third.
     """
     model, tables, listed = callback.model, engine.backup_tables, None
-    folder = full_path(callback.backup_dir)
+    folder = os.fspath(callback.backup_dir)
+    of_all = full_path(folder)
     if not engine.progress.is_saving or (engine.progress.batch and model.stop_training):
         # Resumed in the middle of this epoch, it would not stop there.
         return
@@ -109,24 +108,24 @@ def save(
     else:
         engine.backup_writer.finish()
     engine.settle(model)
-    with backup_files.translate_file_errors(callback, (OSError,)):
+    with store.translate_file_errors(folder, (OSError,)):
         worker_files = engine.worker_files.save(
             model,
-            callback.backup_dir,
+            folder,
             _WHAT,
-            lambda: backup_files.worker_files_in_use(callback),
+            lambda: store.worker_files_in_use(folder),
             # A process that is here has sent all that belongs to this step.
             waits=on_servers,
         )
-    is_remote = file_utils.is_remote_path(callback.backup_dir)
+    is_remote = file_utils.is_remote_path(folder)
     goes_on = callback.save_freq != "epoch" and not is_remote and engine.has_weights_in_memory
 
     def write_tables() -> dict[str, Any] | None:
-        begun = tables.begin_write(model, folder)
+        begun = tables.begin_write(model, of_all)
         return begun if begun is None or goes_on else finish(begun)
 
     def finish(begun: dict[str, Any]) -> dict[str, Any] | None:
-        return tables.finish_write(folder, begun, backup_files.stems_in_use(callback))
+        return tables.finish_write(of_all, begun, store.stems_in_use(folder))
 
     if on_servers:
         listed = run_on_chief(engine.control, is_chief, _WHAT, write_tables)
@@ -134,36 +133,38 @@ def save(
             return
     if worker_files is None or not is_chief:
         return
-    seeds, training, at = _seeds(model), _training(engine, callback), engine.progress.at
+    texts = {
+        store.METADATA: {"epoch": callback._current_epoch, "batch": callback._last_batch_seen},
+        # Keras leaves these states out, and Dropout would not resume where it was.
+        store.SEEDS: [v.numpy().tolist() for v in seed_states(model)],
+    }
+    training, at = _training(engine, callback), engine.progress.at
     parts = tables.parts_on_servers(model)
     with without_rows(parts):
-        needed = backup_files.bytes_of(model)
+        needed = store.bytes_of(model)
 
-    def write(write_model: Callable[[], Any]) -> None:
+    def write(write_weights: Callable[[str], Any]) -> None:
         done = finish(listed) if listed is not None and goes_on else listed
         if listed is not None and done is None:
             return
-        with backup_files.written(callback, worker_files, needed) as writing:
-            write_model()
-            _write_others(writing, seeds, training)
+        keeps_previous = callback.double_checkpoint
+        with store.written(folder, worker_files, needed, keeps_previous) as path:
+            write_weights(file_utils.join(path, store.WEIGHTS))
+            for name, content in texts.items():
+                store.write_text(file_utils.join(path, name), json.dumps(content))
+            if training is not None:
+                training.write(path)
             if done is not None:
-                write_list(writing, done)
+                write_list(path, done)
         if done is not None:
-            tables.note_written(folder, done, at)
+            tables.note_written(of_all, done, at)
 
-    if not goes_on:
-        with without_rows(parts):
-            write(lambda: original(callback))
-        return
     with without_rows(parts):
-        weights, epoch = WeightsInMemory(model), callback._current_epoch
-
-    def write_copy() -> None:
-        weights.write(callback._weights_path)
-        with file_utils.File(callback._training_metadata_path, "w") as f:
-            f.write(json.dumps({"epoch": epoch, "batch": callback._last_batch_seen}))
-
-    engine.backup_writer.start(lambda: write(write_copy))
+        if not goes_on:
+            write(model.save_weights)
+            return
+        weights = WeightsInMemory(model)
+    engine.backup_writer.start(lambda: write(weights.write))
 
 
 def _training(
@@ -174,21 +175,9 @@ def _training(
     return engine.progress.state(
         callback.model,
         of_data,
-        callback.backup_dir,
+        os.fspath(callback.backup_dir),
         lambda variable: not engine.backup_tables.is_on_servers(variable),
     )
-
-
-def _seeds(model: keras.Model) -> list[Any]:
-    return [v.numpy().tolist() for v in seed_states(model)]
-
-
-def _write_others(folder: str, seeds: list[Any], training: TrainingState | None) -> None:
-    # Keras leaves the states of seed generators out, and Dropout would not resume where it was.
-    with file_utils.File(file_utils.join(folder, backup_files.SEEDS), "w") as f:
-        f.write(json.dumps(seeds))
-    if training is not None:
-        training.write(folder)
 
 
 def restore(
@@ -198,50 +187,50 @@ def restore(
     logs: dict[str, Any] | None = None,
 ) -> Any:
     """Brings all workers to the newest whole state; without variables to restore, as Keras does."""
-    model, folder = callback.model, callback.backup_dir
+    model, folder = callback.model, os.fspath(callback.backup_dir)
     if not model.built:
         return original(callback, logs)
     is_chief, control, files = engine.strategy.is_chief, engine.control, engine.worker_files
     engine.backup_writer.finish()
 
-    def find() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        backup_files.take(callback, engine.progress.owner)
-        states = backup_files.find(callback)
-        backup_files.check_writable(callback)
+    def find() -> tuple[list[Backup], dict[str, Any]]:
+        store.take(folder, engine.progress.owner)
+        backups = store.find(folder)
         engine.backup_tables.check_writable(model, full_path(folder))
-        return states, _found(engine, callback, states)
+        return backups, _found(engine, callback, backups)
 
-    states, found = run_on_chief(control, is_chief, _WHAT, find)
-    if not states or found["what"] == fit_calls.FRESH:
+    backups, found = run_on_chief(control, is_chief, _WHAT, find)
+    if not backups or found["what"] == fit_progress.FRESH:
         return None
-    if found["what"] == fit_calls.AGAIN:
+    if found["what"] == fit_progress.AGAIN:
         engine.progress.is_saving = False
         return None
-    problems = files.problems(folder, [state["worker_files"] for state in states])
+    problems = files.problems(folder, [one["worker_files"] for one in backups])
     # An older one that is whole is better than a newer one without what workers have kept.
     first = next((i for i, problem in enumerate(problems) if not problem), 0)
     if first and is_chief:
-        backup_files.warn_of_previous(callback, problems[0], states[first])
+        store.warn_of_previous(folder, problems[0], backups[first])
     # On all workers at once: they agree on each variable that is made.
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     build_optimizers(engine.strategy, model, found)
     engine.place(model)
-    is_strict = found["what"] != fit_calls.PASS
+    is_strict = found["what"] != fit_progress.PASS
     first += run_on_chief(
         control,
         is_chief,
         _WHAT,
-        lambda: read_tables(engine.backup_tables, callback, states[first:], is_strict),
+        lambda: read_tables(engine.backup_tables, callback, backups[first:], is_strict),
     )
     training: list[TrainingState] = []
 
     def load() -> tuple[int, dict[str, Any] | None]:
-        number = load_first(engine.backup_tables, callback, states[first:], training, is_strict)
+        number = load_first(engine.backup_tables, callback, backups[first:], training, is_strict)
+        store.use(folder, backups[first + number])
         return number, training[0].facts if training else None
 
     number, facts = _on_main_thread(control, is_chief, load)
-    chosen = states[first + number]
+    chosen = backups[first + number]
     of_callbacks: dict[str, Any] = {}
     if facts is not None:
         state = training[0] if is_chief else None
@@ -252,7 +241,7 @@ def restore(
     others = optimizers.other_variables(model).values()
     of_optimizers = optimizers.variables_of_optimizers(model)
     engine.broadcast_restored([*model.variables, *model.metrics_variables, *of_optimizers, *others])
-    if found["what"] == fit_calls.PASS:
+    if found["what"] == fit_progress.PASS:
         engine.progress.pass_over(model, found)
         return None
     model._initial_epoch = callback._current_epoch = chosen["epoch"]
@@ -268,33 +257,33 @@ def restore(
 
 
 def _found(
-    engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore, states: list[dict[str, Any]]
+    engine: StrategyEngine, callback: keras.callbacks.BackupAndRestore, backups: list[Backup]
 ) -> dict[str, Any]:
-    """Decides, on the chief, how this call of `fit` uses the newest state; logs it.
+    """Decides, on the chief, how this call of `fit` uses the newest backup; logs it.
 
     Returns:
         Dict: `what` is to be done, and a call's `history` and `random`, if it is passed over.
     """
     call = engine.progress.call
-    if not states or not states[0]["has_training"]:
-        return {"what": fit_calls.RESUME, "optimizers": {}}
-    facts = TrainingState.read(callback.backup_dir, states[0]["is_previous"]).facts
+    if not backups or not backups[0]["has_training"]:
+        return {"what": fit_progress.RESUME, "optimizers": {}}
+    facts = TrainingState.read(backups[0]["path"]).facts
     described = facts["optimizers"]
     if call is None:
-        return {"what": fit_calls.RESUME, "optimizers": described}
-    what = fit_calls.calls_of_folder(callback.backup_dir).decide(call, facts)
-    if what == fit_calls.FRESH:
+        return {"what": fit_progress.RESUME, "optimizers": described}
+    what = fit_progress.calls_of_folder(callback.backup_dir).decide(call, facts)
+    if what == fit_progress.FRESH:
         # The next save replaces it: it has to be one of this script's.
         check_model(callback.model, facts, callback.backup_dir, with_optimizers=False)
     if what in _SAID:
         log, text = _SAID[what]
         log(text, call.number, callback.backup_dir, len(facts["calls"]))
     history = None
-    if what == fit_calls.PASS:
+    if what == fit_progress.PASS:
         history = facts["calls"][call.number - 1]["history"]
     return {
         "what": what,
-        "optimizers": {} if what == fit_calls.PASS else described,
+        "optimizers": {} if what == fit_progress.PASS else described,
         "history": history,
         "random": facts["random"],
     }
@@ -319,109 +308,86 @@ def _on_main_thread(control: ControlPlane | None, is_chief: bool, work: Callable
 def read_tables(
     tables: BackupTables,
     callback: keras.callbacks.BackupAndRestore,
-    states: Sequence[dict[str, Any]],
+    backups: Sequence[Backup],
     is_strict: bool,
 ) -> int:
-    """Loads tables into servers, of the first state that they can read; returns its number.
+    """Loads tables into servers, of the first backup that they can read; returns its number.
 
     Args:
-        states: States of `backup_files.find`.
         is_strict: Whether optimizers have to be the same.
 
     Raises:
         OSError: If there is none.
-        ValueError: If a state is one of another model.
+        ValueError: If a backup is one of another model.
     """
-    model, folder = callback.model, callback.backup_dir
-    for number, state in enumerate(states):
-        if state["has_training"]:
-            facts = TrainingState.read(folder, state["is_previous"]).facts
+    model, folder = callback.model, os.fspath(callback.backup_dir)
+    for number, backup in enumerate(backups):
+        if backup["has_training"]:
+            facts = TrainingState.read(backup["path"]).facts
             # A later call's optimizer may be another one.
             check_model(model, facts, folder, with_optimizers=is_strict)
-        if (listed := state["tables"]) is None:
+        if (listed := backup["tables"]) is None:
             break
         problem = tables.read(model, full_path(folder), listed, is_strict)
         if problem is None:
             break
-        if number + 1 == len(states):
-            raise backup_files.damaged(callback, [problem])
-        backup_files.warn_of_previous(callback, [problem], states[number + 1])
+        if number + 1 == len(backups):
+            raise store.damaged(folder, [problem])
+        store.warn_of_previous(folder, [problem], backups[number + 1])
     return number
 
 
 def load_first(
     tables: BackupTables,
     callback: keras.callbacks.BackupAndRestore,
-    states: Sequence[dict[str, Any]],
+    backups: Sequence[Backup],
     training: list[TrainingState],
     is_strict: bool,
 ) -> int:
-    """Loads the first of some states that can be loaded; returns its number.
+    """Loads the first of some backups that can be loaded; returns its number.
 
     Args:
         tables: Tables of backups, which servers have read.
-        states: States of `backup_files.find`.
         training: List to which its `TrainingState` is added, if it has one.
         is_strict: Whether optimizers have to be the same.
 
     Raises:
         OSError: If there is none.
     """
-    number = 0
-    while problem := _load(tables, callback, states[number], training, is_strict):
+    number, model, folder = 0, callback.model, os.fspath(callback.backup_dir)
+    while problem := _load(tables, model, folder, backups[number], is_strict):
         number += 1
-        if number == len(states):
-            raise backup_files.damaged(callback, [problem])
-        backup_files.warn_of_previous(callback, [problem], states[number])
-        # Servers have those of the state that could not be loaded.
-        number += read_tables(tables, callback, states[number:], is_strict)
-    seeds = file_utils.join(callback.backup_dir, backup_files.SEEDS)
-    if file_utils.exists(seeds):
-        with file_utils.File(seeds, "r") as f:
-            for variable, value in zip(seed_states(callback.model), json.loads(f.read())):
+        if number == len(backups):
+            raise store.damaged(folder, [problem])
+        store.warn_of_previous(folder, [problem], backups[number])
+        # Servers have those of the backup that could not be loaded.
+        number += read_tables(tables, callback, backups[number:], is_strict)
+    path = backups[number]["path"]
+    if backups[number]["has_manifest"]:
+        with file_utils.File(file_utils.join(path, store.SEEDS), "r") as f:
+            for variable, value in zip(seed_states(model), json.loads(f.read())):
                 variable.assign(value)
-    if training:
-        training[0].assign_metrics(callback.model)
-        training[0].assign_others(callback.model)
+    if backups[number]["has_training"]:
+        training.append(TrainingState.read(path))
+        training[0].assign_metrics(model)
+        training[0].assign_others(model)
     return number
 
 
 def _load(
-    tables: BackupTables,
-    callback: keras.callbacks.BackupAndRestore,
-    state: dict[str, Any],
-    training: list[TrainingState],
-    is_strict: bool,
+    tables: BackupTables, model: keras.Model, folder: str, backup: Backup, is_strict: bool
 ) -> str | None:
     """Loads the model's weights from a backup; returns an error text, or None."""
-    model = callback.model
-    if state["is_previous"]:
-        backup_files.use_previous(callback)
-    training[:] = [TrainingState.read(callback.backup_dir)] if state["has_training"] else []
+    weights = file_utils.join(backup["path"], store.WEIGHTS)
     try:
-        with tables.set_aside(model, state["tables"]) as here:
-            callback._load_model()
+        with tables.set_aside(model, backup["tables"]) as here:
+            model.load_weights(weights)
     except (OSError, KeyError, RuntimeError) as error:
-        if state["has_digests"]:
+        if backup["has_manifest"]:
             # It is as it was written: something else is wrong.
             raise
-        return f"{callback._weights_path} cannot be read: {error}"
-    problem = read_here(callback.backup_dir, here, is_strict)
-    if problem is not None:
-        return problem
-    steps = optimizers.steps_of(model)
-    if training and not state["has_digests"] and training[0].facts.get("steps") != steps:
-        # Another program has written the weights since.
-        logger.warning(
-            "%s in %s is of other weights than those there, so that training begins at the first "
-            "batch of epoch %d. Received: weights that have made %d steps",
-            backup_files.TRAINING,
-            callback.backup_dir,
-            state["epoch"] + 1,
-            steps,
-        )
-        training.clear()
-    return backup_files.check_epoch(callback, state, steps)
+        return f"{weights} cannot be read: {error}"
+    return read_here(folder, backup["tables"], here, is_strict)
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:

@@ -2,8 +2,8 @@
 
     tables-*            rows of the tables and of their optimizer's slots, a file for each server,
                         or, of dynamic tables, the rows that have changed since the file before
-    tables.json         list of the tables, a part of the chief's state
-    latest.weights.h5   everything else: there, these tables and slots have no rows
+    tables.json         list of the tables, in the backup's own folder
+    latest.weights.h5   there, too: everything else; these tables and slots have no rows
 
 Where such a table lies in a worker now, its rows are read from the servers' files.
 """
@@ -97,8 +97,8 @@ class BackupTables:
         """
         return None
 
-    def note_ended(self, folder: str, kept: str | None) -> None:
-        """Deletes files of a folder, or notes where they are kept."""
+    def note_ended(self, folder: str, is_kept: bool) -> None:
+        """Deletes files of a folder, or has them deleted when the script has ended well."""
 
     @contextlib.contextmanager
     def set_aside(
@@ -122,11 +122,15 @@ class BackupTables:
 
 
 def read_here(
-    folder: str, tables: Iterable[tuple[dict[str, Any], list[Any]]], is_strict: bool
+    folder: str,
+    listed: dict[str, Any] | None,
+    tables: Iterable[tuple[dict[str, Any], list[Any]]],
+    is_strict: bool,
 ) -> str | None:
     """Reads tables that servers have written into variables of this process.
 
     Args:
+        listed: Content of the backup's list.
         tables: As `set_aside` yields them.
         is_strict: Whether optimizers have to be the same.
 
@@ -136,7 +140,7 @@ def read_here(
     try:
         with shard_files.translate_file_errors("read", folder):
             for entry, (variable, *slots) in tables:
-                files, value = TableFiles(folder), variable._value
+                files, value = TableFiles(folder, listed), variable._value
                 has_slots = len(slots) == entry["slots"]
                 if isinstance(value, LocalTable):
                     stored = len(slots) if has_slots else 0

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_psplus.core import data_position, seeds
-from keras_psplus.core.backup import backup_files, fit_calls, training_state
-from keras_psplus.core.backup.backup_files import TRAINING
+from keras_psplus.core.backup import store, training_state
 from keras_psplus.core.backup.training_state import TrainingState
 from keras_psplus.core.base import optimizers
 from keras_psplus.files import ownership
 from keras_psplus.keras_internals.keras_parts import callbacks as keras_callbacks
-from keras_psplus.keras_internals.keras_parts import file_utils
 
 if TYPE_CHECKING:
     import keras
@@ -35,7 +35,7 @@ class FitProgress:
         first_epoch: The first epoch of this `fit`, whether it was in this process or not.
         resumed: What a backup says, from when it was read until the training goes on.
         has_resumed: Whether the present epoch was begun before.
-        call: On the chief, the `fit_calls.FitCall` of a `fit` with a BackupAndRestore, else None.
+        call: On the chief, the `FitCall` of a `fit` with a BackupAndRestore, else None.
         is_saving: Whether BackupAndRestore saves: not in a call that has ended before.
         passed: What is to be had of this call, which is passed over, or None.
         folders: Folders of which this process is the owner.
@@ -48,7 +48,7 @@ class FitProgress:
         self.first_epoch: int | None = None
         self.resumed: Resumed | None = None
         self.has_resumed = False
-        self.call: fit_calls.FitCall | None = None
+        self.call: FitCall | None = None
         self.is_saving = True
         self.passed: dict[str, Any] | None = None
         self.folders: list[str] = []
@@ -85,11 +85,11 @@ class FitProgress:
             self.epoch = given.get("initial_epoch", 0)
             callbacks = given.get("callbacks")
             for backup in _backups(getattr(callbacks, "callbacks", callbacks)):
-                self.folders.append(backup.backup_dir)
-                calls = fit_calls.calls_of_folder(backup.backup_dir)
-                arguments = fit_calls.arguments_of(fit, model, args, kwargs)
-                self.call = call = calls.begin(model, arguments)
-                self._saved_seed = self._seed_of(call, backup)
+                folder = os.fspath(backup.backup_dir)
+                self.folders.append(folder)
+                arguments = arguments_of(fit, model, args, kwargs)
+                self.call = call = calls_of_folder(folder).begin(model, arguments)
+                self._saved_seed = self._seed_of(call, folder)
 
     def resume(self, resumed: Resumed) -> None:
         """Training is to go on where a state says, which the model has been given."""
@@ -99,18 +99,17 @@ class FitProgress:
             facts[name] for name in ("epoch", "batch", "first_epoch")
         )
 
-    def _seed_of(
-        self, call: fit_calls.FitCall, backup: keras.callbacks.BackupAndRestore
-    ) -> int | None:
+    def _seed_of(self, call: FitCall, folder: str) -> int | None:
         """Seed of the data in a backup; None if there is none for this call."""
         # What is wrong is said when the model is restored, on all workers.
         with contextlib.suppress(Exception):
-            backup_files.take(backup, self.owner)
-            facts = TrainingState.read(backup.backup_dir).facts
-            self._found = fit_calls.calls_of_folder(backup.backup_dir).decide(call, facts)
-            if self._found == fit_calls.RESUME:
-                seed: int | None = facts["data_seed"]
-                return seed
+            store.take(folder, self.owner)
+            if (path := store.path_of_training(folder)) is not None:
+                facts = TrainingState.read(path).facts
+                self._found = calls_of_folder(folder).decide(call, facts)
+                if self._found == RESUME:
+                    seed: int | None = facts["data_seed"]
+                    return seed
         return None
 
     def pass_over(self, model: keras.Model, passed: dict[str, Any]) -> None:
@@ -161,9 +160,9 @@ class FitProgress:
         for backup in backups:
             _check_frequency(backup)
         resumes = self.resumed is not None or any(
-            file_utils.exists(file_utils.join(b.backup_dir, TRAINING)) for b in backups
+            store.path_of_training(os.fspath(backup.backup_dir)) for backup in backups
         )
-        if self._found in (fit_calls.FRESH, fit_calls.AGAIN):
+        if self._found in (FRESH, AGAIN):
             resumes = False
         kept = training_state.keep_files(self._callbacks) if resumes else []
         try:
@@ -307,7 +306,7 @@ class FitProgress:
             # Nothing has been read of the data yet.
             position.update({name: self.resumed.facts[name] for name in ("data", "layout")})
         if self.call is not None and backup_dir is not None:
-            position["calls"] = fit_calls.calls_of_folder(backup_dir).facts_of(self.call)
+            position["calls"] = calls_of_folder(backup_dir).facts_of(self.call)
             position["random"] = self.call.random
         return TrainingState.of(model, self._callbacks, position, has_value)
 
@@ -330,3 +329,126 @@ def _check_frequency(backup: keras.callbacks.BackupAndRestore) -> None:
             'BackupAndRestore saves at the end of epochs (`save_freq="epoch"`), or every so many '
             f"batches, at least 1. Received: save_freq={frequency!r}"
         )
+
+
+# Calls of `fit` in one script with the same backup folder.
+#
+# A backup belongs to one of them. A script that is started again makes the same calls. One of them
+# finds the backup of another: a call that had ended before is not trained again, and takes nothing
+# from a later one's.
+
+
+# What a call does with the backup that it finds.
+RESUME, PASS, AGAIN, FRESH = "resume", "pass over", "train without backups", "begin afresh"
+_ARGUMENTS = "epochs", "initial_epoch", "batch_size", "steps_per_epoch"
+
+
+@dataclasses.dataclass
+class FitCall:
+    """One call of `fit`.
+
+    Attributes:
+        number: Its number among those with this folder, from 1; those that failed do not count.
+        model: The number of its model among theirs.
+        arguments: Arguments by which calls are told apart, a dict.
+        random: State of `data_seeds` when it began.
+        history: Epochs and logs of a call that has ended, or None.
+        has_ended: Whether it has ended well.
+        optimizer: Function that returns the model's optimizer of then, or None if it is gone.
+    """
+
+    number: int
+    model: int
+    arguments: dict[str, Any]
+    random: Any
+    history: Any = None
+    has_ended: bool = False
+    optimizer: Callable[[], Any] = lambda: None
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about the call for backups of later calls."""
+        return {"model": self.model, "arguments": self.arguments, "history": self.history}
+
+
+class FitCalls:
+    """The calls of `fit` with one folder, in this process."""
+
+    def __init__(self) -> None:
+        self._calls: list[FitCall] = []
+        self._models: list[Callable[[], Any]] = []
+
+    def begin(self, model: keras.Model, arguments: dict[str, Any]) -> FitCall:
+        """Begins a call, in the place of the one before if that has failed."""
+        if self._calls and not self._calls[-1].has_ended:
+            self._calls.pop()
+        number = next((i for i, one in enumerate(self._models) if one() is model), None)
+        if number is None:
+            number = len(self._models)
+            self._models.append(weakref.ref(model))
+        call = FitCall(len(self._calls) + 1, number, arguments, seeds.state())
+        if model.optimizer is not None:
+            call.optimizer = weakref.ref(model.optimizer)
+        self._calls.append(call)
+        return call
+
+    def decide(self, call: FitCall, facts: dict[str, Any]) -> str:
+        """Decides what a call does with a backup.
+
+        Args:
+            call: The call, the last that has begun. It gets the number of the backup's if the
+                script has left out the calls before.
+            facts: Facts of the backup's `TrainingState`.
+
+        Returns:
+            `RESUME`, `PASS`, `AGAIN` or `FRESH`.
+        """
+        saved = facts["calls"]
+        number = len(saved)
+        if number == call.number:
+            return RESUME
+        if number > call.number:
+            own, last = saved[call.number - 1], saved[-1]
+            if own["arguments"] != call.arguments == last["arguments"]:
+                self._skip_to(call, saved)
+                return RESUME
+            return PASS if own["model"] == last["model"] else AGAIN
+        # The backup is of a call that has ended in this process, and was kept.
+        before = self._calls[number - 1]
+        goes_on = facts["epoch"] < call.arguments["epochs"]
+        is_next = before.model != call.model or before.optimizer() is call.optimizer()
+        return RESUME if goes_on and is_next else FRESH
+
+    def facts_of(self, call: FitCall) -> list[dict[str, Any]]:
+        """Facts of a call and of all before it."""
+        return [one.facts() for one in self._calls[: call.number]]
+
+    def _skip_to(self, call: FitCall, saved: list[dict[str, Any]]) -> None:
+        before = [
+            FitCall(i + 1, one["model"], one["arguments"], None, one["history"], True)
+            for i, one in enumerate(saved[:-1])
+        ]
+        self._calls, call.number = [*before, call], len(saved)
+
+
+def calls_of_folder(folder: str | os.PathLike[str]) -> FitCalls:
+    path = os.fspath(folder)
+    return _BY_FOLDER.setdefault(path if "://" in path else os.path.realpath(path), FitCalls())
+
+
+def arguments_of(
+    fit: Callable[..., Any], model: keras.Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of `fit`, by which it is told from others.
+
+    Raises:
+        TypeError: If they are not those of `fit`.
+    """
+    bound = inspect.signature(fit).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    found = {name: bound.arguments.get(name) for name in _ARGUMENTS}
+    found = {k: v if v is None or isinstance(v, int) else f"{v}" for k, v in found.items()}
+    kinds = [type(one).__name__ for one in optimizers.optimizers_of(model).values()]
+    return {**found, "optimizers": kinds, "trainable": len(model.trainable_variables)}
+
+
+_BY_FOLDER: dict[str, FitCalls] = {}

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.core.backup.backup_files import TRAINING, previous_path
+from keras_psplus.core.backup.store import TRAINING
 from keras_psplus.core.base import optimizers
 from keras_psplus.core.base.optimizers import optimizers_of, other_variables, steps_of
 from keras_psplus.core.worker_state import typed
@@ -215,9 +215,8 @@ class TrainingState:
         return cls(facts, arrays)
 
     @classmethod
-    def read(cls, folder: str, is_previous: bool = False) -> TrainingState:
-        path = file_utils.join(folder, TRAINING)
-        with open_file(previous_path(path) if is_previous else path) as file:
+    def read(cls, folder: str) -> TrainingState:
+        with open_file(file_utils.join(folder, TRAINING)) as file:
             content = io.BytesIO(file.read())
         with np.load(content) as found:
             arrays = {name: found[name] for name in found.files}
