@@ -12,7 +12,7 @@
 #   make coverage-all   lines that `make test-all` executes, and how many of these `make test` does
 #   make mutants     whether tests find each of the faults of tests/faults_on_purpose; flags:
 #                make mutants MUTANTS="--only '*residual*'"
-#   make matrix      every name of Keras under every strategy; writes docs/keras_names.md
+#   make matrix      every name of Keras under every strategy; writes docs/works.md
 #   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/
@@ -77,7 +77,7 @@ test-fast: $(VENV)/stamp-test
 # Goes on from what an earlier run has left in .matrix, and writes the page.
 matrix: $(VENV)/stamp-test
 	-MATRIX=.matrix $(BIN)/python -m pytest -n 3 --dist loadgroup tests/matrix/test_matrix.py
-	$(BIN)/python tests/matrix/page.py .matrix docs/keras_names.md
+	$(BIN)/python tests/matrix/page.py .matrix tests/matrix/outcomes.md docs/works.md
 
 mutants: $(VENV)/stamp-test
 	$(BIN)/python tests/faults_on_purpose/run.py $(MUTANTS)

@@ -235,7 +235,7 @@ def report(args):
             redraw.main()
             log("the manual's drawings and short tables are those of its long tables again")
         log(
-            "To be changed by hand: the table of README.md, and the dates, the commit and the "
+            "To be changed by hand: the date of README.md, and the dates, the commit and the "
             "sentences of docs/benchmarks.md"
         )
 

@@ -1,4 +1,4 @@
-"""Draws the chart of the README from the tables of docs/benchmark_tables.md.
+"""Draws the chart of the README from the lab's tables.
 
     python benchmarks/readme_chart.py
 
@@ -11,6 +11,7 @@ import re
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 CHART = DOCS / "bench_readme.svg"
+TABLES = DOCS.parent / "benchmarks" / "results" / "tables.md"
 # What is shown: the library and the method of the tables, and what a reader calls it.
 BARS = [
     ("keras_psplus", "all_reduce", "MultiWorkerMirroredStrategy()"),
@@ -29,7 +30,7 @@ LEFT, WIDTH, ROW, TOP = 250, 400, 26, 34
 
 def milliseconds():
     """Steps of the dense model with two workers at 1 Gbit/s, by library and method."""
-    page = (DOCS / "benchmark_tables.md").read_text()
+    page = TABLES.read_text()
     table = page.partition("## Dense model")[2].partition("**2 workers**")[2].split("\n\n")[1]
     names, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")

@@ -1,4 +1,4 @@
-"""Makes the drawings and the short tables of docs/ again, from the long tables there.
+"""Makes the drawings and the short tables of docs/ again, from the tables of results/.
 
     python benchmarks/redraw.py
 
@@ -12,7 +12,7 @@ import readme_chart
 from lab import manual, plots, tables
 from lab.short_tables import short
 
-FIDELITY = manual.DOCS / "fidelity.md"
+FIDELITY = manual.TABLES.with_name("fidelity.md")
 
 
 def pieces():
@@ -21,7 +21,7 @@ def pieces():
 
 
 def points(text):
-    """Quality beside bytes, from the tables of compressors of docs/fidelity.md."""
+    """Quality beside bytes, from the tables of compressors."""
     text = text.partition("\n### Tables of compressors")[2]
     text = text.partition("\n### Tables of fewer communications")[0]
     found = {}

@@ -1,4 +1,4 @@
-"""Writes the lab's figures into the pages of docs/, and reads them back."""
+"""Writes the lab's figures into docs/ and benchmarks/results/, and reads them back."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ from lab.methods import TITLES
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "benchmarks.md"
-TABLES = DOCS / "benchmark_tables.md"
+TABLES = DOCS.parent / "benchmarks" / "results" / "tables.md"
 _LIBRARIES = {title: library for library, title in TITLES.items()}
 _ALONE = ("single", "alone")
 

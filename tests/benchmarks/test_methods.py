@@ -73,7 +73,7 @@ def test_selection_brings_what_is_compared_with():
         (methods.Traits(), 2, WHOLE / 1e6),
         (methods.Traits(), 4, 1.5 * WHOLE / 1e6),
         (methods.Traits(compression="bf16"), 2, WHOLE / 2e6),
-        # Measured, see docs/benchmark_tables.md.
+        # Measured, see benchmarks/results/tables.md.
         (methods.Traits(compression="int8"), 2, 5.035),
         (methods.Traits(compression="topk:0.01"), 2, 0.312),
         (methods.Traits(compression="randomk:0.01"), 4, 0.320),

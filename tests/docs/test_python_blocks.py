@@ -1,10 +1,12 @@
 """The Python blocks of README.md and docs/*.md do what they say, as far as they end with 0."""
 
 import ast
+import builtins
 import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +20,9 @@ from tests.support.tables import for_each
 SCRIPT = pathlib.Path(__file__).with_name("run_programs.py")
 # What the programs of these show is tested elsewhere, in less time.
 DEAR = (
-    *("docs/dynamic_tables.md", "docs/howto/big_datasets.md", "docs/howto/custom_loops.md"),
-    *("docs/howto/keras_libraries.md", "docs/howto/notebooks_and_trackers.md"),
-    *("docs/howto/streams.md", "docs/hybrid.md", "docs/hybrid_saving.md", "docs/monitoring.md"),
-    *("docs/pipeline.md", "docs/testing.md"),
+    *("docs/architecture.md", "docs/backups.md", "docs/data.md", "docs/dynamic_tables.md"),
+    *("docs/evaluator.md", "docs/hybrid.md", "docs/keras_libraries.md", "docs/monitoring.md"),
+    *("docs/pipeline.md", "docs/scripts.md", "docs/streams.md"),
 )
 PROGRAMS = [
     pytest.param(program.name, marks=[pytest.mark.extended] * program.name.startswith(DEAR))
@@ -81,3 +82,33 @@ def test_leaves_nothing_out(block):
         if isinstance(node, ast.Constant) and node.value is ...
     ]
     assert not holes, f"`...` instead of code in lines {holes}"
+
+
+def names(block):
+    """The names that a block binds somewhere, and those that it reads."""
+    bound, read = set(), set()
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return bound, read - bound - set(dir(builtins))
+
+
+@for_each("page", pages.PAGES)
+def test_a_block_runs_as_it_is_copied(page):
+    """It reads no name that it does not bind, or the page says that it comes `then`."""
+    lines, above, end = page.read_text().splitlines(), set(), 0
+    for block in pages.blocks(page):
+        if block.language == "python" and not block.hidden:
+            bound, missing = names(block)
+            text = " ".join(lines[end : block.line])
+            if missing and re.search(r"\bthen\b", text, re.IGNORECASE):
+                missing -= above
+            assert not missing, f"{block.name} needs {sorted(missing)}"
+            above |= bound
+            end = block.line + len(block.text.splitlines())

@@ -16,10 +16,10 @@ from keras_psplus.cluster.config import read_task_config
 from tests.docs import pages
 from tests.support.tables import for_each
 
-# What is behind a fence says how the block is checked; see docs/testing.md.
+# What is behind a fence says how the block is checked; see tests/README.md.
 LANGUAGES = {
     *("python", "program", "shell", "console", "bash", "yaml", "json", "text"),
-    *("diff", "mermaid", "file"),
+    *("mermaid", "file"),
 }
 BLOCKS = pages.all_blocks()
 PATHS = "benchmarks|docs|examples|keras_psplus|tests"
@@ -195,14 +195,6 @@ def test_sessions_print_what_they_show(block, capsys):
 @of("json")
 def test_json_is_a_configuration_of_a_task(block):
     assert read_task_config({"TF_CONFIG": json.dumps(json.loads(block.text))}) is not None
-
-
-@of("diff")
-def test_diffs_are_of_python(block):
-    lines = block.text.splitlines()
-    assert {line[:1] for line in lines} <= {"+", "-", " ", ""}
-    for side in "-+":
-        ast.parse("\n".join(line[1:] for line in lines if line[:1] in (side, " ")))
 
 
 @of("mermaid")

@@ -1,4 +1,4 @@
-"""Every kind of strategy, with faults put into it: the table of docs/faults.md."""
+"""Every kind of strategy, with faults put into it: the table of docs/failures.md."""
 
 import pathlib
 import re

@@ -17,7 +17,7 @@ def test_a_fault_fits_its_file(fault):
     changed = run.changed(fault, text)
     # Silent: it compiles, and is more than another layout of the same.
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
-    assert f"\n| {fault.name} | {fault.breaks} | " in (ROOT / "docs/testing.md").read_text()
+    assert f"\n| {fault.name} | {fault.breaks} | " in (ROOT / "tests/README.md").read_text()
     assert fault.tests and all((ROOT / "tests" / path).exists() for path in fault.tests)
 
 

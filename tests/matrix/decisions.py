@@ -36,14 +36,14 @@ DECISIONS = [
         ("random, seeded by a number",),
         ("XLA",),
         "XLA draws other numbers from a seed, as it does in plain Keras.",
-        "all_reduce.md#xla",
+        "gpus.md#xla",
     ),
     Decision(
         "by design",
         ("programs: mixed bfloat16 kept in float32",),
         ("XLA",),
         "XLA rounds less often between operations of 16 bits.",
-        "all_reduce.md#xla",
+        "gpus.md#xla",
     ),
     Decision(
         "by design",
@@ -164,7 +164,7 @@ DECISIONS = [
             "async servers",
         ),
         "A worker runs traced functions only: debug a step in one process.",
-        "limits.md",
+        "choose.md#requirements",
     ),
     Decision(
         "by design",

@@ -1,7 +1,7 @@
-"""Writes docs/keras_names.md from the outcomes of `make matrix`, or reads them from it.
+"""Writes the outcomes of `make matrix`: all cells, and docs/works.md, which sums them up.
 
-python tests/matrix/page.py FOLDER DOCS/PAGE.md
-python tests/matrix/page.py --read FOLDER DOCS/PAGE.md
+python tests/matrix/page.py FOLDER tests/matrix/outcomes.md docs/works.md
+python tests/matrix/page.py --read FOLDER tests/matrix/outcomes.md
 """
 
 import argparse
@@ -39,7 +39,7 @@ FAMILIES = {
     "data": "Data",
     "programs": "Programs",
 }
-_TOP = """# What of Keras works where
+_TOP = """# Outcomes of the matrix
 
 Every public name of Keras, run under every strategy and held against one process of Keras: weights,
 slots, every value in the logs, `evaluate`, `predict`, and the saved file as plain Keras reads it.
@@ -59,6 +59,31 @@ Names that share a model have the number of that model. Columns:
 | column | strategy |
 |---|---|
 {columns}
+"""
+_SUMMARY = """# What of Keras works where
+
+Every public name of Keras, and some hundred programs, trained under every strategy and compared
+with one process of Keras: weights, the optimizer's state, every value in the logs, `evaluate`,
+`predict`, and the saved file as plain Keras reads it. `make matrix` wrote this page on {date}, with
+{versions}. {counts} `tests/matrix/outcomes.md` in the repository has the difference of each cell;
+those of 1e-4 and more are of types of 16 and 8 bits.
+
+Search this page for a name: it is either in the table of exceptions, or equal wherever it was run.
+
+| strategy | equal | differ by design | refused | largest difference of the equal ones |
+|---|---:|---:|---:|---:|
+{strategies}
+
+## Exceptions
+
+A refusal is an error at once, which says what to do instead.
+
+| names | under | why |
+|---|---|---|
+{exceptions}
+
+## Equal everywhere
+
 """
 
 
@@ -85,6 +110,53 @@ def text(found, versions, exempt, today=None):
         if cells or exempt.get(family):
             parts.append(_section(title, cells, _reasons(found, family), exempt.get(family, {})))
     return "\n".join(parts)
+
+
+def summary(found, versions, exempt, today=None):
+    """Returns the page of the manual."""
+    counts = collections.Counter(one["kind"] for one in found for _ in one["names"])
+    strategies, exceptions, equal, not_run = [], {}, [], {}
+    for column, head in COLUMNS.items():
+        here = [one for one in found if one["column"] == column for _ in one["names"]]
+        kinds = collections.Counter(one["kind"] for one in here)
+        worst = max((one for one in here if one["kind"] == "equal"), key=_error, default=None)
+        cells = (kinds[kind] for kind in ("equal", "by design", "refused"))
+        shown = " | ".join(f"{number:,}" for number in cells)
+        strategies.append(f"| {head.head}: {head.strategy} | {shown} | {_mark(worst)} |")
+    for family, title in FAMILIES.items():
+        cells = _cells(found, family)
+        for reason, (names, columns) in _reasons(found, family).items():
+            before = exceptions.setdefault(reason, (set(), set()))
+            before[0].update(names)
+            before[1].update(columns)
+        names = [
+            _code(name)
+            for name in sorted(cells, key=_by_letters)
+            if all(one["kind"] == "equal" for one in cells[name].values())
+        ]
+        if names:
+            named = f"{len(names)} of them." if family == "programs" else f"{', '.join(names)}."
+            equal.append(f"**{title}.** {named}\n")
+        for name, reason in exempt.get(family, {}).items():
+            not_run.setdefault(reason, []).append(name)
+    rows = []
+    for reason, (names, columns) in exceptions.items():
+        heads = ", ".join(one.head for column, one in COLUMNS.items() if column in columns)
+        shown = ", ".join(_code(name) for name in sorted(names, key=_by_letters))
+        rows.append(f"| {shown} | {heads} | {reason} |")
+    top = _SUMMARY.format(
+        date=(today or datetime.date.today()).isoformat(),
+        versions=versions,
+        counts=f"Of {counts.total():,} comparisons {counts['equal']:,} are equal.",
+        strategies="\n".join(strategies),
+        exceptions="\n".join(rows),
+    )
+    lines = [f"- {', '.join(f'`{one}`' for one in names)}: {why}" for why, names in not_run.items()]
+    return "\n".join([top + "\n".join(equal), "## Not run", "", *lines, ""])
+
+
+def _error(one):
+    return one["error"]
 
 
 _WORST = ("wrong", "refused", "by design", "equal")
@@ -208,7 +280,7 @@ def write_outcomes(folder, found):
     print(f"{missing.total()} runs are missing: {dict(missing)}")
 
 
-def main(folder, page):
+def main(folder, page, manual):
     import keras
     import tensorflow as tf
 
@@ -217,6 +289,7 @@ def main(folder, page):
     found = outcomes(folder)
     versions = f"Keras {keras.__version__} and TensorFlow {tf.__version__}"
     page.write_text(text(found, versions, names.EXEMPT))
+    manual.write_text(summary(found, versions, names.EXEMPT))
     wrong = [one for one in found if one["kind"] == "wrong"]
     for one in wrong:
         print(f"{one['column']}: {', '.join(one['names'])}: {one['error']:g} {one['text'][:300]}")
@@ -228,8 +301,9 @@ if __name__ == "__main__":
     parser.add_argument("--read", action="store_true")
     parser.add_argument("folder")
     parser.add_argument("page", type=pathlib.Path)
+    parser.add_argument("manual", type=pathlib.Path, nargs="?")
     options = parser.parse_args()
     if options.read:
         write_outcomes(options.folder, read(options.page.read_text()))
     else:
-        sys.exit(main(options.folder, options.page))
+        sys.exit(main(options.folder, options.page, options.manual))

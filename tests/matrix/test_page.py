@@ -32,6 +32,11 @@ def test_rows_and_reasons():
     assert "- `Muon` (hyb): It needs whole tensors. ([more](hybrid.md))" in text
     assert "| WRONG |" in text
     assert "- Not run: `OrbaxCheckpoint`: needs Orbax" in text
+    manual = page.summary(found, "Keras 3", exempt, datetime.date(2026, 11, 29))
+    assert "Of 5 comparisons 3 are equal." in manual
+    assert "| `Muon` | hyb | It needs whole tensors. ([more](hybrid.md)) |" in manual
+    assert "**Optimizers.** `Adam`." in manual
+    assert "- `OrbaxCheckpoint`: needs Orbax" in manual
 
 
 def test_a_page_is_read_as_it_was_written():
