@@ -32,7 +32,7 @@ class Collectives:
     def all_reduce(self, tensor):
         begin = sum(self.sizes)
         self.sizes.append(int(tf.size(tensor)))
-        return tensor + self._flat[begin : begin + self.sizes[-1]]
+        return tensor + self._flat[begin : begin + self.sizes[-1]].reshape(tensor.shape)
 
 
 class Rows:
