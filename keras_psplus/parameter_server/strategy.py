@@ -350,7 +350,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A plan is made without a cluster.
-        return plan.stand_in() or super().__new__(cls)
+        return plan.stand_in() or super().__new__(cls, *args, **kwargs)
 
     def __init__(
         self,

@@ -115,6 +115,9 @@ def test_outer_optimizers_that_make_no_sense(outer):
 
 
 def test_a_misspelt_argument_of_a_strategy_is_named():
-    for make in (keras_psplus.MultiWorkerMirroredStrategy, keras_psplus.HybridStrategy):
+    psp = keras_psplus
+    for make in (psp.MultiWorkerMirroredStrategy, psp.HybridStrategy, psp.ParameterServerStrategy):
         with pytest.raises(TypeError, match=r"Did you mean `updates`\? Received: update='diloco'"):
             make(update="diloco")
+    with pytest.raises(TypeError, match="PipelineStrategy has no argument `shard`"):
+        psp.PipelineStrategy(shard="all")
