@@ -206,7 +206,7 @@ def stems_in_use(folder: str) -> list[str] | None:
 
 
 def path_of_training(folder: str) -> str | None:
-    """The last backup, whole or not, if it has the state of a `fit`, else None."""
+    """The last backup's path, if it has the state of a `fit`."""
     with contextlib.suppress(*_ERRORS):
         for name in latest(folder)[:1]:
             if file_utils.exists(file_utils.join(folder, name, TRAINING)):
@@ -257,7 +257,9 @@ def _bytes(path: str) -> bytes:
 def written(
     folder: str, worker_files: dict[str, str], needed: int, keeps_previous: bool = False
 ) -> Iterator[str]:
-    """Context in which a backup is written to a new folder, which counts in the end.
+    """Context in which a backup is written to a new folder.
+
+    It counts from the context's end on.
 
     Args:
         worker_files: Dict from names to digests of the files that workers have written for it.
@@ -344,7 +346,7 @@ def translate_file_errors(
 
 
 def end(folder: str) -> bool:
-    """Deletes the backups of an ended `fit`; in a job, when the script has ended well.
+    """Deletes the backups of an ended `fit`, or keeps them for the job.
 
     What comes after `fit` may fail, and a launcher starts the script again: it would train
     everything once more, and so takes this backup up again.
@@ -368,7 +370,7 @@ def end(folder: str) -> bool:
 
 
 def delete(folder: str) -> None:
-    """Deletes this library's and Keras's files in a folder, and the folder if it is empty.
+    """Deletes files of backups in a folder, and the folder if it is empty.
 
     Raises:
         OSError: If it cannot. What is left is no backup.
