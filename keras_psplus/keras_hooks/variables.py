@@ -366,4 +366,18 @@ RUNTIME = (
         "cluster.process.early_init",
         "the call that starts the runtime too early is named; from the import to that call",
     ),
+    *(
+        Hook(
+            strategy,
+            "__init__(self)",
+            None,
+            "cluster.process.stock_strategies",
+            "Keras 3 does not train under it in several processes, and does not say so",
+        )
+        for strategy in (
+            tf.distribute.MultiWorkerMirroredStrategy,
+            tf.distribute.ParameterServerStrategy,
+            tf.distribute.MirroredStrategy,
+        )
+    ),
 )

@@ -107,7 +107,7 @@ def test_a_process_that_was_killed_has_a_successor(make):
     for _ in range(2):
         with make("print(name)") as cluster:
             assert cluster.wait(60).logs == {f"worker-{i}": f"worker-{i}\n" for i in range(2)}
-        warm = cluster._warm._process
+        warm = cluster._processes._warm._process
         warm.kill()
         warm.wait()
 

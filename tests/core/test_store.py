@@ -132,6 +132,10 @@ def test_the_format_before_is_refused(tmp_path):
 def test_an_ended_fit_is_taken_up_by_the_next_start_of_its_job_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_kept", set())
     monkeypatch.setattr(store.atexit, "register", lambda function: None)
+    # Other tests of this process may have had failures.
+    monkeypatch.setattr(store.signals, "is_bad", lambda: False)
+    monkeypatch.setattr(store.failure, "has_failed", lambda: False)
+    monkeypatch.setattr(store.failure, "has_lost_tasks", lambda: False)
     monkeypatch.setenv(store.RESTART_VARIABLE, "0")
     monkeypatch.setenv(store.TOKEN_VARIABLE, "job")
     folder = str(tmp_path / "backup")

@@ -95,8 +95,8 @@ FAULTS = (
         "a wrong reduce-scatter offset",
         "a worker takes the first part of a value that is loaded, not its own",
         "sharding/variable.py",
-        "value=piece[rank * length + first - start : rank * length + last - start]",
-        "value=piece[: last - first]",
+        "value=piece[begin - start : finish - start]",
+        "value=piece[: finish - begin]",
         ("sharding/test_variables.py", "sharding/test_shares.py"),
     ),
     # Parameter servers.

@@ -14,12 +14,15 @@ import pathlib
 import random
 import sys
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 _PACKAGES = ("keras", "keras_rs", "tensorflow")
+# Replaces constructors for all that is made of them.
+STOCK = "cluster.process.stock_strategies"
 
 
 def functions():
@@ -64,7 +67,8 @@ def replaced():
     # Files that have such layers are loaded.
     assert "keras_psplus>DynamicEmbedding" in keras.saving.get_custom_objects()
     keras_psplus.MultiWorkerMirroredStrategy()
-    listed = sorted(hook.where for hook in HOOKS if hook.find is not None)
+    for_all = [hook for hook in HOOKS if hook.find is not None or hook.ask == STOCK]
+    listed = sorted(hook.where for hook in for_all)
     print("found", json.dumps([by_import, changed_since(before), listed]))
 
 
@@ -90,6 +94,15 @@ def asked():
         leave()
     if traces:
         seen.add("tensorflow.python.framework.func_graph.func_graph_from_py_func")
+    task = {"type": "worker", "index": 0}
+    two = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": task}
+    with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(two)):
+        for hook in HOOKS:
+            if hook.ask == STOCK:
+                try:
+                    hook.owner()
+                except RuntimeError:
+                    seen.add(hook.where)
     if early_init._state.frames:
         seen.add("tensorflow.python.eager.context.Context.ensure_initialized")
     print("found", json.dumps(sorted(seen)))

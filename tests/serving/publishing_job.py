@@ -40,7 +40,9 @@ def main():
 
     def wait(batch, logs):
         if batch + 1 == WAITED and strategy.is_chief:
-            np.savez(folder / "model.npz", keys=table.keys, rows=table.table.numpy(), ended=ended)
+            rows = table.table.numpy()
+            np.savez(folder / "now.npz", keys=table.keys, rows=rows, ended=ended)
+            os.rename(folder / "now.npz", folder / "model.npz")
             end = time.monotonic() + 120
             while not (folder / "seen.npz").exists() and time.monotonic() < end:
                 time.sleep(0.05)
