@@ -6,22 +6,53 @@ import pathlib
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 
 from keras_psplus.cluster.ports import free_ports
 
-# Runs the command in a session of its own with a new environment, as sshd does.
-_FAKE = """#!/bin/sh
-while [ "$1" = -o ]; do shift 2; done
-shift
-exec env -i HOME="$HOME" PATH=/usr/bin:/bin setsid --wait sh -c "$1"
+# Runs the command in a session of its own with a new environment, as sshd does, and hands on what
+# comes and goes, so that both ends see it where this program is killed.
+_FAKE = """#!{python} -IS
+import os, subprocess, sys, threading
+
+args = sys.argv[1:]
+while args[0] == "-o":
+    args = args[2:]
+host, command = args
+if host.endswith(".invalid"):
+    sys.stderr.write(f"ssh: Could not resolve hostname {host}: Name or service not known\\n")
+    sys.exit(255)
+environ = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin"}
+pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+child = subprocess.Popen(["sh", "-c", command], env=environ, start_new_session=True, **pipes)
+
+
+def hand_on(source, target):
+    while data := os.read(source, 65536):
+        try:
+            os.write(target, data)
+        except BrokenPipeError:
+            return
+    if source == 0:
+        child.stdin.close()
+
+
+ways = (0, child.stdin.fileno()), (child.stdout.fileno(), 1), (child.stderr.fileno(), 2)
+threads = [threading.Thread(target=hand_on, args=way, daemon=True) for way in ways]
+for thread in threads:
+    thread.start()
+for thread in threads[1:]:
+    thread.join()
+code = child.wait()
+os._exit(code if code >= 0 else 255)
 """
 
 
 def fake(folder):
     """The path of a program in the place of ssh."""
     path = pathlib.Path(folder) / "ssh"
-    path.write_text(_FAKE)
+    path.write_text(_FAKE.replace("{python}", sys.executable))
     path.chmod(0o755)
     return str(path)
 
