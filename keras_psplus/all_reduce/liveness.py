@@ -395,7 +395,7 @@ class Silence:
     """Since when others have been silent."""
 
     def __init__(self, timeout: float, answer: float) -> None:
-        # What was asked just before the stop may have its answer late.
+        # Questions from just before the stop may be answered late.
         self._limit, self._longest_gap = timeout - answer / 2, 2 * answer + timeout / 4
         self._since: dict[str, float] = {}
         self._last: float | None = None

@@ -75,7 +75,7 @@ class _Host:
         """The next line of JSON; None with the problem noted."""
         assert self._process.stdout is not None and self._process.stderr is not None
         text = b""
-        # What a login's own files print may come first.
+        # Lines that a login's own files print may come first.
         while not (lines := [line for line in text.split(b"\n")[:-1] if line[:1] == b"{"]):
             left = self._deadline - time.monotonic()
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:

@@ -26,7 +26,7 @@ from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.variable import ParameterPart, in_update
 from keras_psplus.sharding.weight import PartOfWeight, WeightShare, WholeWeight
 from keras_psplus.tensor_parallel import plan, rules
-from keras_psplus.tensor_parallel.group import LocalPart, ModelGroup, part_of
+from keras_psplus.tensor_parallel.group import LocalPart, ModelGroup, local_part_of, part_of
 from keras_psplus.tensor_parallel.layer_calls import LayerCalls
 from keras_psplus.tensor_parallel.variable import CutWeight, PieceWeight, cut_of
 
@@ -49,11 +49,11 @@ class PartUnits(Units):
         super().__init__(*args)
 
     def part_of(self, tensor: tf.Tensor) -> tf.Tensor:
-        found = getattr(tensor, "_local_part", None)
+        found = local_part_of(tensor)
         return tensor if found is None else found.tensor
 
     def whole_of(self, tensor: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
-        found = getattr(tensor, "_local_part", None)
+        found = local_part_of(tensor)
         return part if found is None else self._group.stack(part, found.axis)
 
 

@@ -60,9 +60,15 @@ class LocalPart:
     has_loss: bool = False
 
 
+def local_part_of(whole: Any) -> LocalPart | None:
+    """The part that a whole tensor was gathered from, or None."""
+    found: LocalPart | None = getattr(whole, "_local_part", None)
+    return found
+
+
 def part_of(whole: Any, axis: int) -> tf.Tensor | None:
     """The part along an axis that a whole tensor was gathered from, or None."""
-    found = getattr(whole, "_local_part", None)
+    found = local_part_of(whole)
     return found.tensor if found is not None and found.axis == axis % whole.shape.rank else None
 
 

@@ -20,6 +20,7 @@ from keras_psplus.tensor_parallel.group import (
     Regions,
     is_elementwise,
     is_vectorized,
+    local_part_of,
     part_of,
 )
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
@@ -160,7 +161,7 @@ class LayerCalls:
             return None
 
         def call(inputs: Any) -> Any:
-            found = getattr(inputs, "_local_part", None)
+            found = local_part_of(inputs)
             if found is None:
                 return type(layer).call(layer, inputs)
             assert part_of(inputs, found.axis) is not None

@@ -13,10 +13,10 @@ import tensorflow as tf
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import backend, ops, set_keras_mask
 from keras_psplus.tensor_parallel.group import (
-    LocalPart,
     ModelGroup,
     Regions,
     is_elementwise,
+    local_part_of,
     part_of,
 )
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
@@ -298,8 +298,8 @@ def _part(logits: Any, axis: int | None, is_loss: bool = False) -> tf.Tensor | N
 
 def _local(tensor: tf.Tensor, axis: int, is_loss: bool) -> tf.Tensor | None:
     """The part of a tensor, also of what a loss makes of it at first."""
-    found, op = getattr(tensor, "_local_part", None), tensor.op
-    if isinstance(found, LocalPart):
+    found, op = local_part_of(tensor), tensor.op
+    if found is not None:
         if found.axis != axis:
             return None
         found.has_loss |= is_loss

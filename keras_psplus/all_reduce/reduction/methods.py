@@ -176,8 +176,8 @@ class Mean(Method):
         for i, (name, state) in enumerate(zip(names, states)):
             written = summing.states.write(name, state)
             if product_of(*pairs[i]) is None:
-                # What made the state has read the mean by then, and the optimizer, now the last to
-                # do so, can work in the mean's memory: with PowerSGD, 4 % of a perceptron's step.
+                # By then the mean has been read to make the state, and the optimizer, now the last
+                # to read it, can work in its memory: with PowerSGD, 4 % of a perceptron's step.
                 means[i] = after(written, means[i])
         return Sums(means, [cls._cost(one, summing) for one in bucket])
 

@@ -129,7 +129,7 @@ def _shortened(links: Links, order: list[int], count: float) -> list[int]:
 
 # Latency and bandwidth between workers, measured by TensorFlow's collectives.
 
-# What both of a pair send each other to find how long a message takes, and how long its bytes do.
+# Bytes that both of a pair send each other: the times of a message, and of its bytes.
 _SHORT, _LONG = 1, 1 << 16
 _LINK_ROUNDS, _BATCH = 3, 2
 
@@ -238,7 +238,7 @@ def links_table(links: MeasuredLinks, names: Sequence[str]) -> str:
 
 # `topology="auto"`: groups that the links make, if two levels win over one ring.
 
-# How many times as long a message takes between groups as inside of one, at least.
+# Least ratio of the times of a message between groups and inside of one.
 _APART = 1.8
 _ELEMENTS, _ROUNDS = 1 << 18, 3
 

@@ -139,7 +139,7 @@ class RemoteHosts:
                     "name": task.name,
                     "host": host,
                     "target": f"{user}@{host}" if user else host,
-                    # How it shares the cores and GPUs of its host with others.
+                    # Its share of the cores and GPUs of its host.
                     "counts": jobs,
                     "place": [job, jobs[job]],
                     "has_ps": has_ps,
