@@ -149,12 +149,11 @@ def test_forks_and_zygotes_end_with_the_process(script):
     script.write_text("import time; time.sleep(60)")
     code = f"""
 import os, sys
-from keras_psplus.cluster import processes
+from keras_psplus.cluster.launcher.task_ends import ending_with_parent
 from tests import warm
 from tests.endings import wait_for_end
 warm._PROCESSES = 1
-process = warm.Popen([sys.executable, "-I", "-S", processes._WRAPPER, str(os.getpid()),
-                      sys.executable, {str(script)!r}])
+process = warm.Popen(ending_with_parent([sys.executable, {str(script)!r}]))
 print(process.pid, flush=True)
 os._exit(0)
 """

@@ -22,8 +22,12 @@ from typing import Any
 from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster import environment
 from keras_psplus.cluster.launcher import remote
-from keras_psplus.cluster.launcher.task_ends import KernelKills, OutOfMemory, exit_code_of
-from keras_psplus.cluster.process import exec_with_parent
+from keras_psplus.cluster.launcher.task_ends import (
+    KernelKills,
+    OutOfMemory,
+    ending_with_parent,
+    exit_code_of,
+)
 from keras_psplus.cluster.process.left_processes import LeftProcesses
 
 _POLL_SECONDS = 0.1
@@ -56,9 +60,8 @@ def _run(request: dict[str, Any], mirror: _Mirror) -> int:
         request["gpus_per_worker"],
     )
     left, kills = LeftProcesses(), KernelKills()
-    wrapper = [sys.executable, "-I", "-S", exec_with_parent.__file__, str(os.getpid())]
     process = subprocess.Popen(
-        [*(wrapper if sys.platform == "linux" else []), sys.executable, *request["argv"]],
+        ending_with_parent([sys.executable, *request["argv"]]),
         stdin=subprocess.PIPE if request["has_input"] else subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
         env={**environ, **left.environment},

@@ -8,7 +8,6 @@ import pathlib
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,6 +36,7 @@ from keras_psplus.cluster.launcher.task_ends import (
     TaskRestarts,
     WorkerRange,
     describe,
+    ending_with_parent,
     exit_code_of,
     pause_after,
 )
@@ -48,7 +48,6 @@ from keras_psplus.cluster.process.warm import WarmProcess, WarmPython
 # Processes of a cluster's tasks, with their output and their logs.
 
 _Process: TypeAlias = subprocess.Popen[bytes] | WarmProcess | RemoteProcess
-_WRAPPER = str(pathlib.Path(__file__).parent / "process" / "exec_with_parent.py")
 
 
 class TaskProcesses:
@@ -132,10 +131,8 @@ class TaskProcesses:
         command = self._argv
         if self._network is not None:
             command = [*self._network.inside(rank), *command]
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
         return subprocess.Popen(
-            command,
+            ending_with_parent(command),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import Task, python_path
+from keras_psplus.cluster.launcher.task_ends import ending_with_parent
 from keras_psplus.cluster.monitor.job import FOLDER_VARIABLE, JSON_LOG_VARIABLE
 from keras_psplus.cluster.monitor.trace import TRACE_VARIABLE
 from keras_psplus.cluster.preflight import is_local
@@ -226,7 +227,7 @@ class RemoteProcess:
         self.stdout = os.fdopen(own_output, "rb")
         self._output = os.fdopen(output, "wb", buffering=0)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command],
+            ending_with_parent(command),
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=subprocess.PIPE,
@@ -386,9 +387,6 @@ def _code(code: int) -> int:
     if code < 0:
         return _LOST_CONNECTION
     return 128 - code if 128 < code <= 128 + 64 else code
-
-
-_WRAPPER = str(pathlib.Path(__file__).parents[1] / "process" / "exec_with_parent.py")
 
 
 def read_line(file: IO[bytes]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,16 @@ from keras_psplus.cluster.config import EVALUATOR, JOB_TYPES, task_name
 from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE, Task
 from keras_psplus.cluster.monitor import job
 from keras_psplus.cluster.monitor.job import JobRecord
+
+_WRAPPER = str(pathlib.Path(__file__).parents[1] / "process" / "exec_with_parent.py")
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The command of a process that ends when this one does, on Linux."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", _WRAPPER, str(os.getpid()), *command]
+
 
 # Signals that end a cluster: SIGINT, SIGTERM and SIGHUP of its launcher.
 
