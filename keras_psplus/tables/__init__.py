@@ -7,7 +7,7 @@ expiry  admission        the policies on tensors
 snapshot  changes        contents as arrays, and what of them has changed
 store                    all that a table holds
 row_variable  local      the table as a variable, and in the memory of one process
-versions                 what a training job publishes, and other processes read
+versions  reader         what a training job publishes, and other processes read
 """
 
 from keras_psplus.tables.policies import Bloom, Cache, Capacity, Count, Norm, Probability, Unused

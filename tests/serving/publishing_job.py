@@ -47,7 +47,7 @@ def main():
             while not (folder / "seen.npz").exists() and time.monotonic() < end:
                 time.sleep(0.05)
 
-    publish = psp.callbacks.PublishTables(folder / "published", every=1)
+    publish = psp.serving.PublishTables(folder / "published", every=1)
     of_batch = keras.callbacks.LambdaCallback
     noting = of_batch(on_train_batch_end=lambda batch, logs: ended.append(time.time()))
     callbacks = [noting, publish, of_batch(on_train_batch_end=wait)]

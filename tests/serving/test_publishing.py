@@ -36,7 +36,7 @@ def follow(folder):
     model = np.load(folder / "model.npz")
     # From the end of the step; the first one has the beginning of the reader in it.
     waited = [seen[step] - model["ended"][step - 1] for step in seen if step > 1]
-    rows, count = reader.lookup(model["keys"]), len(reader)
+    rows, count = reader.lookup(model["keys"]), reader.count()
     np.savez(folder / "new.npz", rows=rows, count=count, waited=waited)
     reader.close()
     os.rename(folder / "new.npz", folder / "seen.npz")
@@ -56,7 +56,7 @@ def test_another_process_has_the_rows_of_a_job_with_servers(tmp_path):
     reader = psp.serving.TableReader(tmp_path / "published", poll=None)
     assert reader.version == 8 and reader.step == 8
     np.testing.assert_array_equal(reader.lookup(end["keys"]), end["rows"])
-    assert len(reader) == len(end["keys"])
+    assert reader.count() == len(end["keys"])
     # Expired ones are gone.
     gone = set(model["keys"].tolist()) - set(end["keys"].tolist())
     assert gone and not reader.lookup(sorted(gone)).any()
@@ -82,7 +82,7 @@ def test_training_goes_on_where_nothing_can_be_published(tmp_path, caplog):
     model = keras.Model(ids, table(ids))
     model.compile("sgd", "mse")
     folder, x, y = tmp_path / "published", np.arange(40).reshape(20, 2), np.ones([20, 64])
-    publish = psp.callbacks.PublishTables(folder, every=1)
+    publish = psp.serving.PublishTables(folder, every=1)
     model.fit(x[:4], y[:4], batch_size=2, verbose=0, callbacks=[publish])
     reader = psp.serving.TableReader(folder, poll=None)
     files = sorted(os.listdir(folder))
@@ -90,7 +90,7 @@ def test_training_goes_on_where_nothing_can_be_published(tmp_path, caplog):
         model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[publish])
     said = [text for text in caplog.messages if "publishes nothing for now" in text]
     assert len(said) == 1 and re.search("rows.npy; the last version.*Make room", said[0])
-    assert sorted(os.listdir(folder)) == files and not reader.refresh() and len(reader) == 8
+    assert sorted(os.listdir(folder)) == files and not reader.refresh() and reader.count() == 8
     model.fit(x[:2], y[:2], verbose=0, callbacks=[publish])
     assert reader.refresh()
     np.testing.assert_array_equal(reader.lookup(table.keys), table.table.numpy())
@@ -117,14 +117,17 @@ def test_steps_epochs_and_ends_publish(tmp_path):
         return model
 
     two, x, y = tmp_path / "two", np.arange(28).reshape(14, 2), np.ones([14, 2])
-    model, publish = model_of("a", "b"), psp.callbacks.PublishTables(two, every=3)
+    model, publish = model_of("a", "b"), psp.serving.PublishTables(two, every=3)
     model.fit(x, y, batch_size=2, verbose=0, callbacks=[publish])
-    for name in ("a", "b"):
-        reader = psp.serving.TableReader(two, f"{name}/table", poll=None)
-        # After steps 3 and 6, and the last one.
-        assert (reader.version, reader.step, len(reader)) == (3, 7, 28)
-        rows = model.get_layer(name)(np.arange(28)[:, np.newaxis])
-        np.testing.assert_array_equal(reader.lookup(np.arange(28)), rows)
+    reader, every = psp.serving.TableReader(two, poll=None), np.arange(28)
+    # After steps 3 and 6, and the last one.
+    assert (reader.version, reader.step, reader.count("a/table")) == (3, 7, 28)
+    found = reader.lookup({"a/table": every, "b/table": every[:5]})
+    for name, rows in found.items():
+        layer = model.get_layer(name.removesuffix("/table"))
+        np.testing.assert_array_equal(rows, layer(every[: len(rows), np.newaxis]))
+    with pytest.raises(ValueError, match="Received: name=None"):
+        reader.lookup(every)
     # Nothing has changed.
     publish.publish()
     assert not reader.refresh()
@@ -132,18 +135,18 @@ def test_steps_epochs_and_ends_publish(tmp_path):
     table.assign(2 * table.numpy())
     publish.publish()
     assert reader.refresh() and reader.version == 4
-    np.testing.assert_array_equal(reader.lookup(np.arange(28)), table.numpy())
+    np.testing.assert_array_equal(reader.lookup(every, "b/table"), table.numpy())
 
     # A job that is started again, and another model's.
-    again = psp.callbacks.PublishTables(two)
+    again = psp.serving.PublishTables(two)
     model_of("a", "b").fit(x, y, verbose=0, epochs=2, callbacks=[again])
     assert reader.refresh() and reader.version == 6
     with pytest.raises(ValueError, match="Other tables are published to .*two"):
-        model_of("c").fit(x, y, verbose=0, callbacks=[psp.callbacks.PublishTables(two)])
+        model_of("c").fit(x, y, verbose=0, callbacks=[psp.serving.PublishTables(two)])
     with pytest.raises(ValueError, match="of which the model has none"):
         plain = keras.Sequential([keras.layers.Dense(2)])
         plain.compile("sgd", "mse")
-        plain.fit(y, y, verbose=0, callbacks=[psp.callbacks.PublishTables(tmp_path / "none")])
+        plain.fit(y, y, verbose=0, callbacks=[psp.serving.PublishTables(tmp_path / "none")])
     for every in (0, "batch", True, None):
         with pytest.raises(ValueError, match=f"Received: every={every!r}"):
-            psp.callbacks.PublishTables(tmp_path, every=every)
+            psp.serving.PublishTables(tmp_path, every=every)

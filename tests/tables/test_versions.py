@@ -52,7 +52,7 @@ def check(reader, rows, keys=range(-5, 400)):
     keys = np.array(list(keys))
     expected = [rows.get(key, np.zeros(DIM)) for key in keys.tolist()]
     np.testing.assert_array_equal(reader.lookup(keys), expected)
-    assert len(reader) == len(rows)
+    assert reader.count() == len(rows)
 
 
 def test_a_reader_follows_versions(tmp_path):
@@ -66,7 +66,7 @@ def test_a_reader_follows_versions(tmp_path):
         assert reader.refresh() and not reader.refresh()
         check(reader, published.rows)
     check(psp.serving.TableReader(tmp_path, poll=None), published.rows)
-    assert len(reader._state.segments.every) < 8
+    assert len(reader._latest.tables["t"].every) < 8
     before = reader.version
     # One whose files the writer deletes meanwhile has the last generation still.
     for value in (2.0, 3.0):
@@ -191,11 +191,14 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     published = Published(tmp_path)
     published.write(range(9), is_whole=True)
     published.write([3], value=2.0)
-    with pytest.raises(ValueError, match="There are other tables in .*Received: name='u'"):
-        psp.serving.TableReader(tmp_path, "u")
     with pytest.raises(ValueError, match=r"Other tables are published.*Received: \[\('u', 2\)\]"):
         VersionWriter(str(tmp_path), {"u": SPEC})
     reader = psp.serving.TableReader(tmp_path, poll=None)
+    for act in (lambda: reader.lookup([1], "u"), lambda: reader.lookup({"u": [1]})):
+        with pytest.raises(ValueError, match="There are other tables in .*Received: name='u'"):
+            act()
+    with pytest.raises(ValueError, match="published without their model.*Received: version 2"):
+        reader.model()
     rows = dict(published.rows)
     whole = (tmp_path / versions.NAME).read_text()
     published.write([5], value=4.0)
@@ -221,6 +224,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
         lambda content: content.pop("tables"),
         lambda content: content["versions"][0]["tables"].clear(),
         lambda content: content["versions"].append(7),
+        lambda content: content.update(model={}),
     ):
         (tmp_path / versions.NAME).write_text(latest)
         rewrite(tmp_path, change)
@@ -237,7 +241,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     path = tmp_path / versions.file_name(3, 0, "rows")
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
-    refused("Version 3 of the table 't' is damaged.*SHA-256")
+    refused("Version 3 of what is published in .* is damaged.*0-rows.npy is not as.*SHA-256")
     path.unlink()
     refused("is missing")
     path.write_bytes(content)
