@@ -54,9 +54,9 @@ class FrozenTable(tf.Module):
         self._initial = initial_rows.maker_of_missing(spec)
         # The last row is that of all other keys.
         self._missing = len(snapshot.keys)
-        zeros = np.zeros([1, spec["dim"]], np.float32)
+        rows = np.concatenate([snapshot.rows, np.zeros([1, spec["dim"]], np.float32)])
         self.rows = tf.Variable(
-            np.concatenate([snapshot.rows, zeros]), trainable=False, name=f"{spec['name']}/rows"
+            tf.cast(rows, spec["rows_dtype"]), trainable=False, name=f"{spec['name']}/rows"
         )
         self.numbers = tf.lookup.experimental.MutableHashTable(_LONG, _LONG, self._missing)
         for first in range(0, self._missing, _CHUNK):
@@ -65,7 +65,7 @@ class FrozenTable(tf.Module):
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         numbers = self.numbers.lookup(keys)
-        rows = tf.gather(self.rows, numbers)
+        rows = tf.cast(tf.gather(self.rows, numbers), tf.float32)
         if self._initial is None:
             return rows
         is_missing = tf.equal(numbers, self._missing)[:, tf.newaxis]
