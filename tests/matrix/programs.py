@@ -25,9 +25,12 @@ _SOMEWHERE = {
         perplexity_of_keras_hub mixed_precision_skips_overflow own_loss_with_an_empty_replica
         ragged_and_sparse_rows
     """,
-    "sync servers, cut": "positions_of_tokens adamw_with_schedule_and_average",
+    "sync servers, cut": """
+        positions_of_tokens adamw_with_schedule_and_average masked_sequence_loss
+        mean_with_sample_weight
+    """,
     "async servers, cut": """
-        callbacks_between_the_steps masked_sequence_loss global_clipnorm several_steps_in_a_loop
+        callbacks_between_the_steps global_clipnorm several_steps_in_a_loop
         embeddings_of_several_widths outputs_of_predict
         metrics_that_replace_or_have_several_results
     """,
