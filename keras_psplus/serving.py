@@ -475,7 +475,7 @@ class PublishTables(keras.callbacks.Callback):
         self._steps = 0
         self._take()
         engine = getattr(self.model.distribute_strategy, "engine", None)
-        if hasattr(engine, "finish_steps"):
+        if engine is not None and hasattr(engine, "finish_steps"):
             engine.finish_steps()
         tables = [one for one in self.model.variables if is_keyed(one)]
         weights = [one for one in self.model.weights if self._has_model and not is_keyed(one)]
