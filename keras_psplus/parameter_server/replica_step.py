@@ -26,8 +26,8 @@ from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.core.graph.subgraph import Subgraph
 from keras_psplus.engine import Engine
-from keras_psplus.parameter_server import worker_function
-from keras_psplus.parameter_server.pulls import parts_of
+from keras_psplus.parameter_server import pulls, worker_function
+from keras_psplus.parameter_server.pulls import parts_of, path_of
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
 
@@ -86,6 +86,7 @@ class WorkerReplicaStep(ReplicaStep):
         if exc[0] is None:
             self._check_unused(())
             self._check_calls()
+            self._check_writes()
 
     def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
         self._calls.append(stand_ins.TapeCall(gradients, variables))
@@ -204,6 +205,22 @@ class WorkerReplicaStep(ReplicaStep):
             for tensor in op.inputs if op.type in _CALLS else ():
                 if (found := captured.get(id(tensor))) is not None:
                     self._refuse_read(*found)
+
+    def _check_writes(self) -> None:
+        """Raises ValueError if each worker would write to a variable on the servers."""
+        written = pulls.written_by(self._graph.get_operations(), self._graph)
+        shared = [handle for handle, _ in self._graph.captures if id(handle) in written]
+        for handle in shared if self.engine.strategy.num_workers > 1 else ():
+            variable = self.engine.strategy.extended.by_handle.get(id(handle))
+            name = "a variable" if variable is None else path_of(variable)
+            raise ValueError(
+                'With `mode="sync"`, several workers take each step together, and each would write '
+                "to a variable on the parameter servers that is updated once in one process. Count "
+                "in a metric, keep state in what a layer makes by `add_weight(trainable=False)`, "
+                "of at most 65,536 elements, or write to it in a callback's "
+                '`on_train_batch_end`; or use `mode="async"` or MultiWorkerMirroredStrategy. '
+                f"Received: a `train_step` that writes to {name}"
+            )
 
     def _refuse_read(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
         raise ValueError(

@@ -118,6 +118,35 @@ def changed_in_apply():
     return {"message": str(error.value)}
 
 
+class Counting(keras.Sequential):
+    """Counts steps, in a weight of its own or in a variable beside the layers."""
+
+    def __init__(self, is_weight):
+        super().__init__([keras.Input((3,)), keras.layers.Dense(2)])
+        options = {"name": "count", "shape": (), "initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(**options) if is_weight else keras.Variable(**options)
+
+    def train_step(self, data):
+        self.count.assign_add(1.0)
+        return super().train_step(data)
+
+
+def counted(is_weight):
+    model, _ = fitted(Counting(is_weight))
+    return model, {"count": np.asarray(model.count)}
+
+
+def refused_count():
+    with pytest.raises(ValueError, match=r"each would write(.|\n)*writes to count$"):
+        counted(is_weight=False)
+    return {}
+
+
+def test_a_step_is_counted_once_or_refused():
+    equals_one_process("sync_threads", counted, is_weight=True)
+    run("sync_threads", refused_count, may_show_errors=True)
+
+
 class Positive(keras.layers.Layer):
     """Masks what is not positive."""
 
