@@ -237,7 +237,7 @@ class _Source:
                 )
 
     def owners(self) -> dict[str, tuple[str, str] | None]:
-        """Tables by the names of their slots and statuses, and what each is; None of a table."""
+        """Tables by the names of their slots, and the slots' own; None for a table."""
         found: dict[str, tuple[str, str] | None] = {}
         for name in self.shards:
             kinds = [kind for kind in _KINDS if name.endswith(f"{self.separator}{kind}")]
@@ -247,7 +247,7 @@ class _Source:
         return found
 
     def array(self, name: str, dtype: Any, width: int) -> np.ndarray:
-        """Array of a name. Files do not say their type and width."""
+        """Array of a name; files do not say their type and width."""
         raise NotImplementedError
 
     def read(
