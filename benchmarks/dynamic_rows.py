@@ -1,6 +1,7 @@
 """Speed, by seconds of the processor, and memory of a dynamic table in one process.
 
-python benchmarks/dynamic_rows.py [--keys MILLIONS] [--dim DIM] [--batch KEYS]
+python benchmarks/dynamic_rows.py [--keys MILLIONS] [--dim DIM] [--batch KEYS] [--optimizer adam]
+    [--rows_dtype bfloat16] [--slots_dtype bfloat16]
 
 Memory is kept as servers keep it.
 """
@@ -45,22 +46,29 @@ def main() -> None:
     parser.add_argument("--keys", type=float, default=2.0, help="millions of keys")
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--batch", type=int, default=BATCH, help="keys of a lookup or an update")
+    parser.add_argument("--optimizer", default="sgd", help="Keras's name of it")
+    for what in ("--rows_dtype", "--slots_dtype"):
+        parser.add_argument(what, default="float32", choices=("float32", "bfloat16"))
     flags = parser.parse_args()
     tuning.tune()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     initializer = initial_rows.check_initializer("uniform")
     spec = {"name": "t", "dim": flags.dim, "initializer": initializer, "default": "zeros"}
-    store = RowStore({**spec, "admit": None, "expire": []})
-    store.set_optimizer(config_of(keras.optimizers.SGD(), None, None, None))
+    types = {"rows_dtype": flags.rows_dtype, "slots_dtype": flags.slots_dtype}
+    store = RowStore({**spec, **types, "admit": None, "expire": []})
+    optimizer = keras.optimizers.get(flags.optimizer)
+    store.set_optimizer(config_of(optimizer, None, None, None))
+    assert store.optimizer is not None
+    scalars = tf.ones([store.optimizer.scalars]) / 2
+    stored = sum(column.stored.size * flags.dim for column in store.columns)
 
     any_keys = tf.TensorSpec([None], tf.int64)
 
     @tf.function(input_signature=[any_keys, tf.TensorSpec([None, flags.dim])], autograph=False)
     def apply(keys: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        rate, none = tf.constant(0.1), tf.zeros([0])
         with tf.control_dependencies(
-            [store.apply(keys, gradient, rate, none, tf.constant(0, tf.int64))]
+            [store.apply(keys, gradient, tf.constant(0.1), scalars, tf.constant(0, tf.int64))]
         ):
             return tf.identity(keys[0])
 
@@ -91,7 +99,7 @@ def main() -> None:
     for what, times in (("by the processor", pauses), ("by the clock", waits)):
         longest, usual = 1e3 * max(times), 1e3 * np.median(times)
         print(f"longest batch {longest:.0f} ms, median {usual:.0f} ms {what}")
-    print(f"bytes a key beside the row: {taken - 4 * flags.dim:.0f}")
+    print(f"bytes a key: {taken:.0f}, of its row and slots {stored}")
     lookup(kept[0])
     rates = best_rate(lookup, kept), best_rate(update, kept)
     print("of {} keys: lookups {:.2f} M/s, updates {:.2f} M/s".format(flags.batch, *rates))

@@ -40,6 +40,7 @@ __all__ = ["PublishTables", "PublishedModel", "TableReader", "export"]
 
 _LONG = tf.int64
 _CHUNK = 1 << 18
+_INT8 = "int8"
 
 
 class FrozenTable(tf.Module):
@@ -50,17 +51,20 @@ class FrozenTable(tf.Module):
 
     Args:
         spec: Of the table's `RowStore`.
+        quantize: As for `export`.
     """
 
-    def __init__(self, spec: dict[str, Any], snapshot: Snapshot) -> None:
+    def __init__(self, spec: dict[str, Any], snapshot: Snapshot, quantize: str | None) -> None:
         super().__init__()
         self._initial = initial_rows.maker_of_missing(spec)
         # The last row is that of all other keys.
         self._missing = len(snapshot.keys)
-        zeros = np.zeros([1, spec["dim"]], np.float32)
-        self.rows = tf.Variable(
-            np.concatenate([snapshot.rows, zeros]), trainable=False, name=f"{spec['name']}/rows"
-        )
+        rows = np.concatenate([snapshot.rows, np.zeros([1, spec["dim"]], np.float32)])
+        stored, self.scales = tf.cast(rows, spec["rows_dtype"]), None
+        if quantize == _INT8:
+            stored, scales = quantized(rows)
+            self.scales = tf.Variable(scales, trainable=False, name=f"{spec['name']}/scales")
+        self.rows = tf.Variable(stored, trainable=False, name=f"{spec['name']}/rows")
         self.numbers = tf.lookup.experimental.MutableHashTable(_LONG, _LONG, self._missing)
         for first in range(0, self._missing, _CHUNK):
             keys = snapshot.keys[first : first + _CHUNK]
@@ -68,11 +72,24 @@ class FrozenTable(tf.Module):
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         numbers = self.numbers.lookup(keys)
-        rows = tf.gather(self.rows, numbers)
+        rows = tf.cast(tf.gather(self.rows, numbers), tf.float32)
+        if self.scales is not None:
+            rows *= tf.gather(self.scales, numbers)[:, tf.newaxis]
         if self._initial is None:
             return rows
         is_missing = tf.equal(numbers, self._missing)[:, tf.newaxis]
         return tf.where(is_missing, self._initial(keys), rows)
+
+
+def quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as int8, each with the scale by which its largest is 127."""
+    words, scales = np.zeros(rows.shape, np.int8), np.abs(rows).max(1) / np.float32(127)
+    with np.errstate(invalid="ignore"):  # A row with what is no number is served as such.
+        for first in range(0, len(rows), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            by = np.where(scales[part] > 0, scales[part], 1)[:, np.newaxis]
+            words[part] = np.clip(np.rint(rows[part] / by), -127, 127)
+    return words, scales
 
 
 # Dynamic tables outside of an exported model, which is given the rows it needs.
@@ -145,6 +162,7 @@ def export(
     folder: str | os.PathLike[str],
     signature: Sequence[Any] | None = None,
     outside: Collection[str] = (),
+    quantize: str | None = None,
 ) -> None:
     """Writes a SavedModel that TensorFlow alone loads, with its dynamic tables.
 
@@ -164,9 +182,13 @@ def export(
             stay outside: behind its inputs, the exported model takes keys and their rows for each
             of them, in the model's order. Its endpoint and signature `keys` has the keys that
             inputs need.
+        quantize: `"int8"` for rows of one byte a number and a float32 scale for each row, whose
+            numbers are off by at most 1/254 of the largest in their row; None for rows as the
+            table stores them.
 
     Raises:
-        ValueError: If the model is not built, has no such table, or the signature is needed.
+        ValueError: If the model is not built, has no such table or none to quantize, or the
+            signature is needed.
 
     Example:
 
@@ -177,6 +199,7 @@ def export(
     ```
     """
     inputs, names = _inputs_of(model, signature), _checked_outside(model, outside)
+    _check_quantize(model, quantize, names)
     strategy = model.distribute_strategy
     engine = getattr(strategy, "engine", None)
     if engine is not None and not strategy.is_chief:
@@ -190,7 +213,7 @@ def export(
         if engine is not None:
             writing = models.written(strategy, folder, makes_folders=True)
         with writing as path:
-            _save(model, inputs, path, names)
+            _save(model, inputs, path, names, quantize=quantize)
 
     # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
@@ -244,6 +267,7 @@ def _save(
     path: str,
     names: Collection[str],
     given: Sequence[keras.Variable] = (),
+    quantize: str | None = None,
 ) -> None:
     """Saves a model, of which callers give some tables and weights behind the inputs."""
     module, kept, outside = tf.Module(), list[Any](), list[OutsideTable]()
@@ -257,7 +281,7 @@ def _save(
             outside.append(OutsideTable(value.spec))
             return outside[-1]
         if is_keyed(variable):
-            kept.append(FrozenTable(value.spec, value.read_snapshot()))
+            kept.append(FrozenTable(value.spec, value.read_snapshot(), quantize))
         else:
             kept.append(models.copied(variable))
         return kept[-1]
@@ -315,6 +339,15 @@ def _checked_outside(model: keras.Model, outside: Collection[str]) -> frozenset[
             f"which there are {known}. Received: outside={shown(outside)}"
         )
     return frozenset(outside)
+
+
+def _check_quantize(model: keras.Model, quantize: Any, outside: Collection[str]) -> None:
+    inside = [v.path for v in model.variables if is_keyed(v) and v.path not in outside]
+    if quantize is not None and (quantize != _INT8 or not inside):
+        raise ValueError(
+            '`quantize` must be "int8", for the rows of the dynamic tables that are exported with '
+            f"the model, or None. Received: quantize={shown(quantize)} with the tables {inside}"
+        )
 
 
 def _inputs_of(model: keras.Model, signature: Sequence[Any] | None) -> list[Any]:

@@ -47,8 +47,8 @@ pipeline: stages schedule boundary microbatches replicas traffic costs plan spli
     traced_step step_function pipedream engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
 tensor_parallel: mesh group variable rules layer_calls plan engine strategy
-tables: policies keys chunks index row_optimizer admission snapshot store files row_variable
-    local versions reader
+tables: policies keys rounding chunks index row_optimizer admission snapshot store files
+    row_variable local versions reader
 """
 LAYERS = [set(line.split()) for line in LAYERS.strip().splitlines()]
 FOLDERS = {

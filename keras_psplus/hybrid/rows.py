@@ -12,6 +12,7 @@ from keras_psplus.compression import wire
 from keras_psplus.core.batch.replica_step import TensorTraffic
 from keras_psplus.core.graph.subgraph import Subgraph, operations_before
 from keras_psplus.files.tables import rows_of
+from keras_psplus.tables.rounding import BFLOAT16
 
 # Rows of tables on the wire: words of float32, whatever they are compressed to.
 
@@ -40,6 +41,15 @@ class RowCodec:
             with tf.init_scope():
                 self._like = compressor.encode_rows(tf.zeros([1, dim]), tf.constant(0, tf.int64))
                 self.width = int(wire.pack(self._like, 1).shape[1])
+
+    @classmethod
+    def of_pulls(
+        cls, compressor: compression.Compressor | None, spec: Mapping[str, Any], id_bytes: int = 5
+    ) -> "RowCodec":
+        """Codec of rows that are read: in 16 bits if `spec` stores them so."""
+        if compressor is None and spec.get("rows_dtype") == BFLOAT16:
+            compressor = compression.Cast(BFLOAT16)
+        return cls(compressor, spec["dim"], id_bytes)
 
     @property
     def rows_per_message(self) -> int:

@@ -18,6 +18,7 @@ from keras_psplus.tables import policies
 from keras_psplus.tables.keys import ZEROS, to_keys
 from keras_psplus.tables.local import LocalTable
 from keras_psplus.tables.policies import check_cache
+from keras_psplus.tables.rounding import BFLOAT16, FLOAT32, check_dtype
 from keras_psplus.tables.row_optimizer import check_constraint, check_regularizer
 from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
 from keras_psplus.tables.snapshot import Contents, Snapshot
@@ -238,7 +239,11 @@ class DynamicEmbedding(keras.layers.Layer):
             its penalty is not in the loss.
         embeddings_constraint: Constraint of rows, from their beginning on, which takes each by
             itself, as `keras.constraints.MaxNorm(2.0, axis=1)` does.
-        **kwargs: As for `keras.layers.Layer`, such as `name`.
+        rows_dtype: `"float32"`, or `"bfloat16"` for rows in half of the memory, which updates round
+            at random; None for what the policy `dtype` has variables in.
+        slots_dtype: The same of the optimizer's variables of rows.
+        **kwargs: As for `keras.layers.Layer`, such as `name`, and the policy `dtype`: rows are in
+            bfloat16 under `"bfloat16"`, and in float32 under `"mixed_bfloat16"`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -270,6 +275,8 @@ class DynamicEmbedding(keras.layers.Layer):
         mask_value: int | str | None = None,
         embeddings_regularizer: Any = None,
         embeddings_constraint: Any = None,
+        rows_dtype: str | None = None,
+        slots_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
         activation.activate()
@@ -287,6 +294,10 @@ class DynamicEmbedding(keras.layers.Layer):
         self.embeddings_constraint = keras.constraints.get(embeddings_constraint)
         check_constraint(keras.constraints.serialize(self.embeddings_constraint), self.dim)
         check_regularizer(self.embeddings_regularizer)
+        if rows_dtype is None:
+            rows_dtype = BFLOAT16 if self.variable_dtype == BFLOAT16 else FLOAT32
+        self.rows_dtype = check_dtype("rows_dtype", rows_dtype)
+        self.slots_dtype = check_dtype("slots_dtype", slots_dtype)
         self.combiner, self.default, self.mask_value = combiner, default, mask_value
         if mask_value is not None and not isinstance(mask_value, str):
             whole_number("mask_value", mask_value, -(2**63), most=2**63 - 1)
@@ -332,6 +343,8 @@ class DynamicEmbedding(keras.layers.Layer):
             "expire": self._expire,
             "constraint": keras.constraints.serialize(self.embeddings_constraint),
             "regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
+            "rows_dtype": self.rows_dtype,
+            "slots_dtype": self.slots_dtype,
             **({} if self._cache is None else {"cache": self._cache}),
         }
 
@@ -561,6 +574,8 @@ class DynamicEmbedding(keras.layers.Layer):
             "mask_value": self.mask_value,
             "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
             "embeddings_constraint": keras.constraints.serialize(self.embeddings_constraint),
+            "rows_dtype": self.rows_dtype,
+            "slots_dtype": self.slots_dtype,
         }
 
 

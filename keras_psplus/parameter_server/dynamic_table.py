@@ -61,8 +61,11 @@ class ServerRows:
             return self._functions[name](*args)
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
-        name = "lookup in training" if trains else "lookup"
-        return self._call(name, lambda keys: self._store.lookup(keys, trains), keys)
+        """Rows as they are stored, in which type they are sent."""
+        name, stored = "lookup in training" if trains else "lookup", self._store.weights.stored
+        return self._call(
+            name, lambda keys: tf.cast(self._store.lookup(keys, trains), stored), keys
+        )
 
     def update(
         self, keys: tf.Tensor, gradient: tf.Tensor, numbers: tf.Tensor, iterations: tf.Tensor
@@ -143,10 +146,10 @@ class PlacedTable(LocalTable):
         places = tf.dynamic_partition(tf.range(tf.size(keys)), owners, count)
         parts = tf.dynamic_partition(keys, owners, count)
         rows = [shard.lookup(part, trains) for shard, part in zip(self.shards, parts)]
-        sent = tf.size(keys, _LONG) * (keys.dtype.size + 4 * self.spec["dim"])
+        sent = tf.size(keys, _LONG) * (keys.dtype.size + rows[0].dtype.size * self.spec["dim"])
         traffic.count(key, sent, sent)
         rows = tf.ensure_shape(tf.dynamic_stitch(places, rows), [None, self.spec["dim"]])
-        return as_read(self, rows)
+        return as_read(self, tf.cast(rows, _FLOAT))
 
     def split(self, gradient: Any) -> list[tf.IndexedSlices]:
         if isinstance(gradient, ShardParts):

@@ -3,6 +3,7 @@
 policies  cache          the arguments `admit`, `expire` and `cache`
 keys  initial_rows       fingerprints of keys, and rows that are functions of them
 rows                     keys to row numbers, rows that are never copied, optimizers on them
+rounding                 rows and slots in 16 bits
 expiry  admission        the policies on tensors
 snapshot  changes        contents as arrays, and what of them has changed
 store                    all that a table holds

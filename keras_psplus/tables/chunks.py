@@ -98,11 +98,16 @@ class ChunkedRows:
     """Matrix that grows by rows; its methods may be called in graphs.
 
     Args:
+        dtype: Type in which numbers are stored. Those in bfloat16 are read and written as float32.
         most: The most rows that it may have; None for `MOST_ROWS`.
+
+    Attributes:
+        dtype: Type in which numbers are read and written.
+        stored: `dtype` of the argument.
     """
 
     def __init__(self, columns: int, dtype: tf.DType, most: int | None = None) -> None:
-        self.dtype, self._columns = dtype, columns
+        self.dtype, self.stored, self._columns = _read_type(dtype), dtype, columns
         most = most or MOST_ROWS
         self.shape, self.name = tf.TensorShape([most, columns]), "rows"
         self._unique_id = f"keras_psplus_rows_{next(_numbers)}"
@@ -143,8 +148,12 @@ class ChunkedRows:
         return tf.ensure_shape(found, [None, self._columns])
 
     def write(self, rows: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        """Writes distinct rows; returns a tensor to wait for."""
+        """Writes distinct rows, rounded to nearest; returns a tensor to wait for."""
         return self._write(rows, values, self._used.read_value(), self._handles)
+
+
+def _read_type(stored: tf.DType) -> tf.DType:
+    return tf.float32 if stored == tf.bfloat16 else stored
 
 
 @functools.cache
@@ -166,6 +175,7 @@ def _functions(
             the chunks, and as many of them as are used have had memory.
     """
     before, room = len(small), (*small, *sizes)
+    outside = _read_type(dtype)
 
     def split(rows: tf.Tensor, *others: tf.Tensor) -> list[list[tf.Tensor]]:
         """Numbers of the rows in each chunk, and what belongs to them."""
@@ -194,9 +204,11 @@ def _functions(
         def one() -> tf.Tensor:
             return _read_from(first(handles, used), rows, dtype, columns)
 
-        return tf.cond(used > before + 1, several, one)
+        return tf.cast(tf.cond(used > before + 1, several, one), outside)
 
     def write(rows: tf.Tensor, values: tf.Tensor, used: tf.Tensor, handles: tf.Tensor) -> tf.Tensor:
+        values = tf.cast(values, dtype)
+
         def several() -> tf.Tensor:
             parts = zip(chunks_of(handles, used), *split(rows, values))
             return tf.group([_write_to(chunk, own, part) for chunk, own, part in parts])
@@ -229,7 +241,7 @@ def _functions(
         return tf.while_loop(lambda i: i < needed, make_one, [used], parallel_iterations=1)[0]
 
     number, handles = tf.TensorSpec([], _INT), tf.TensorSpec([len(room)], tf.resource)
-    ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], dtype)
+    ids, values = tf.TensorSpec([None], _INT), tf.TensorSpec([None, columns], outside)
     return (
         traced_once(read, ids, number, handles),
         traced_once(write, ids, values, number, handles),

@@ -1,7 +1,8 @@
 """Files of dynamic tables: checkpoints with keys and rows in parts.
 
     KEY/sizes           int64: parts of rows, parts of candidates, updates, time in seconds, and the
-                        update since which these are the changes; -1 if they are all that there is
+                        update since which these are the changes; -1 if they are all that there is;
+                        of rows and of each slot, whether they are written as bfloat16
     KEY/gone            keys that were removed before the rows were set
     KEY/entries/I       keys, frequencies, last uses and times of part I
     KEY/weights/I       their rows; KEY/slots/S/I those of a slot
@@ -86,14 +87,22 @@ class Capture:
                     continue
                 names = ["weights", *(f"slots/{slot}" for slot in range(len(self._store.slots)))]
                 columns = np.split(values, len(names), 1)
-                part = {f"{key}/{name}/{number}": of for name, of in zip(names, columns)}
-                yield {f"{key}/entries/{number}": tf.constant(entries), **_constants(part)}
+                yield {
+                    f"{key}/entries/{number}": tf.constant(entries),
+                    **{
+                        f"{key}/{name}/{number}": tf.cast(of, column.stored)
+                        for name, of, column in zip(names, columns, self._store.columns)
+                    },
+                }
         others = {f"{key}/filter": self._filter} if self._store.admission.filter is not None else {}
         if not self.is_whole:
             self.changes += sum(map(len, self._gone))
             others |= _constants(dict(zip(_gone_names(key), self._gone)))
         since = -1 if self.is_whole else self._since
-        others[f"{key}/sizes"] = tf.constant([*sizes, self.mark[2], self._seconds, since], _LONG)
+        in_16_bits = [column.stored == tf.bfloat16 for column in self._store.columns]
+        others[f"{key}/sizes"] = tf.constant(
+            [*sizes, self.mark[2], self._seconds, since, *in_16_bits], _LONG
+        )
         yield others
 
     def _read(self, i: int, rows: KeyRows) -> Iterator[Part]:
@@ -146,8 +155,9 @@ def load(
                 store.insert(tf.constant(entries[mine]))
                 for slot in range(1 + slots):
                     name = f"{key}/slots/{slot - 1}/{i}" if slot else f"{key}/weights/{i}"
-                    values = tables.read_tensor(path, name, tf.float32)[mine]
-                    store.write(slot, keys, tf.constant(values))
+                    stored = tf.bfloat16 if sizes[5 + slot] else tf.float32
+                    values = tables.read_tensor(path, name, stored)[mine]
+                    store.write(slot, keys, tf.constant(values, tf.float32))
                 progress()
             if store.admission.candidates is not None:
                 for i in range(sizes[1]):

@@ -73,10 +73,31 @@ def streams(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
     Returns:
         uint64 tensor of shape `(len(keys), count)`.
     """
-    start = mix(mixed(keys) + _u64(mix_number(seed % 2**64)))
+    return _streams(keys, _u64(mix_number(seed % 2**64)), count)
+
+
+def _streams(keys: tf.Tensor, mixed_seed: tf.Tensor, count: int) -> tf.Tensor:
+    start = mix(mixed(keys) + mixed_seed)
     # In graphs, TensorFlow would round numbers that are no array's.
     steps = np.array([(_GOLDEN * i) % 2**64 for i in range(1, count + 1)], np.uint64)
     return mix(start[:, tf.newaxis] + tf.constant(steps))
+
+
+def random_16_bits(keys: tf.Tensor, update: tf.Tensor, column: int, count: int) -> tf.Tensor:
+    """Random uint16 that are functions of a key, an update and a column.
+
+    Args:
+        keys: int64 vector.
+        update: int64 scalar.
+        column: Below 256.
+
+    Returns:
+        uint16 tensor of shape `(len(keys), count)`.
+    """
+    # No seed of initial rows is as large.
+    seed = mix(tf.cast(update, tf.uint64) * _u64(256) + _u64(2**63 + column))
+    words = _streams(keys, seed, (count + 3) // 4)
+    return tf.reshape(tf.bitcast(words, tf.uint16), [-1, 4 * ((count + 3) // 4)])[:, :count]
 
 
 def blocks_of(hashes: tf.Tensor) -> tf.Tensor:
@@ -155,7 +176,7 @@ def maker_of_missing(spec: dict[str, Any]) -> _Maker | None:
 
 
 def maker(spec: dict[str, Any]) -> _Maker:
-    """Function that makes the rows of an int64 vector of keys, under its constraint.
+    """Function that makes the first rows of an int64 vector of keys.
 
     Args:
         spec: Of the table.
@@ -163,10 +184,12 @@ def maker(spec: dict[str, Any]) -> _Maker:
     initializer, dim = spec["initializer"], spec["dim"]
     make, config, seed = _MAKERS[initializer["kind"]], initializer["config"], initializer["seed"]
     constraint = keras.constraints.get(spec.get("constraint"))
+    stored = spec.get("rows_dtype") or "float32"
 
     def rows(keys: tf.Tensor) -> tf.Tensor:
         made = tf.ensure_shape(make(keys, dim, seed, config), [None, dim])
-        return made if constraint is None else constraint(made)
+        made = made if constraint is None else constraint(made)
+        return tf.cast(tf.cast(made, stored), tf.float32)
 
     return rows
 

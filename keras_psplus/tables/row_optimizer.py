@@ -153,6 +153,7 @@ class RowOptimizer:
         learning_rate: tf.Tensor,
         scalars: tf.Tensor,
         iterations: tf.Tensor,
+        rounded: Callable[[int, tf.Tensor], tf.Tensor] | None = None,
     ) -> tf.Operation:
         """Updates rows.
 
@@ -162,6 +163,8 @@ class RowOptimizer:
             learning_rate: float32 scalar.
             scalars: float32 vector, the values of `scalars_of` the worker's optimizer.
             iterations: int64 scalar: updates before this one.
+            rounded: Function of a column's number, 0 for rows and then that of each slot, and of
+                its new values, that returns what is written.
 
         Returns:
             The operation that has written all rows.
@@ -183,6 +186,9 @@ class RowOptimizer:
         self._optimizer.update_step(gradient, self._weights, learning_rate)
         if self._constraint is not None:
             self._weights.assign(self._constraint(self._weights.value))
+        if rounded is not None:
+            for i, view in enumerate(views):
+                view.value = rounded(i, view.value)
         return tf.group(*(view.commit() for view in views))
 
 

@@ -17,6 +17,7 @@ from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables.admission import Clock, Expiry
 from keras_psplus.tables.chunks import ChunkedRows, places_of, traced_once
 from keras_psplus.tables.index import BACKUPS, FREQUENCY, PUBLISHING, KeyRows, hashes_of
+from keras_psplus.tables.rounding import FLOAT32, at_random
 from keras_psplus.tables.row_optimizer import OptimizerTurns, RowOptimizer
 from keras_psplus.tables.snapshot import LAST, in_chunks, living
 
@@ -31,14 +32,15 @@ class RowStore:
 
     Args:
         spec: Dict with the table's `name`, `dim`, `initializer`, `default`, `admit` and `expire`;
-            perhaps serialized, its `constraint` and `regularizer`.
+            perhaps serialized, its `constraint` and `regularizer`, and the types in which it is
+            stored, `rows_dtype` and `slots_dtype`.
     """
 
     def __init__(self, spec: dict[str, Any], server: int = 0, servers: int = 1) -> None:
         self._spec, self.dim = spec, spec["dim"]
         self.clock = Clock()
         self._expiry = Expiry(spec["expire"], self.clock, servers, server)
-        self.weights = self._make_column()
+        self.weights = self._make_column("rows_dtype")
         self.key_rows = KeyRows(spec["name"], lambda: self.clock.step() + 1, self.weights)
         self.admission = admission.make(
             spec["admit"], spec["name"], self.clock, self._expiry, server, servers
@@ -64,7 +66,7 @@ class RowStore:
 
         def make_slot(initializer: Any, shape: Any) -> ChunkedRows:
             initializers.append(initializer)
-            return self._make_column()
+            return self._make_column("slots_dtype")
 
         with tf.init_scope():
             self.key_rows.log.begin()
@@ -84,8 +86,8 @@ class RowStore:
             for first in range(0, rows, _CHUNK):
                 self._start_slots(tf.range(first, min(first + _CHUNK, rows)))
 
-    def _make_column(self) -> ChunkedRows:
-        return ChunkedRows(self.dim, tf.float32)
+    def _make_column(self, what: str) -> ChunkedRows:
+        return ChunkedRows(self.dim, tf.as_dtype(self._spec.get(what, FLOAT32)))
 
     def lookup(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         """Rows of keys, and what there is in place of those that are missing.
@@ -151,15 +153,21 @@ class RowStore:
         )
         if self._spec["admit"] is not None:
             has_row = rows >= 0
-            of_rows, with_row = (rows, gradient, was_there), places_of(has_row)
-            rows, gradient, was_there = tf.cond(
+            of_rows, with_row = (keys, rows, gradient, was_there), places_of(has_row)
+            keys, rows, gradient, was_there = tf.cond(
                 tf.reduce_all(has_row),
                 lambda: of_rows,
                 lambda: tuple(tf.gather(of, with_row) for of in of_rows),
             )
         rows = tf.ensure_shape(rows, [None])
         key_rows.keep(tf.where(was_there, rows, -1))
-        done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations)
+        stored, update = [column.stored for column in self.columns], self.clock.steps.read_value()
+
+        def rounded(column: int, values: tf.Tensor) -> tf.Tensor:
+            in_16_bits = stored[column] == tf.bfloat16
+            return at_random(values, keys, update, column) if in_16_bits else values
+
+        done = self.optimizer.apply(rows, gradient, learning_rate, scalars, iterations, rounded)
         with tf.control_dependencies([done]):
             frequency = key_rows.meta(rows)[:, FREQUENCY] + tf.cast(was_there, _INT)
             now, seconds = self.clock.step() + 1, tf.cast(tf.timestamp(), _INT)

@@ -32,7 +32,7 @@ FORMAT = 1
 # Arrays of a version, with their types; a whole one has the first two.
 ARRAYS = {"keys": np.int64, "rows": np.float32, "gone": np.int64}
 # What a row that is missing depends on.
-_OF_MISSING = "dim", "default", "initializer", "constraint"
+_OF_MISSING = "dim", "default", "initializer", "constraint", "rows_dtype"
 FILE = re.compile(r"\d{8,}-(\d+-(keys|rows|gone)\.npy|weights\.bin|model)")
 
 

@@ -166,6 +166,50 @@ def check_reads_weights(name, model, table, folder):
         np.testing.assert_array_equal(value, before[what], err_msg=what)
 
 
+# Rows and slots in 16 bits.
+
+
+def halves(folder=None, name="t"):
+    """Trains rows in bfloat16, in a model whose gradients are exact in any order of their sum."""
+    x, y = (of[: BATCH * (STEPS - 1)] for of in data())
+    ids = keras.Input((5,), dtype="int64")
+    table = psp.layers.DynamicEmbedding(
+        DIM,
+        combiner="sum",
+        admit=tables.Count(2),
+        initializer=initializer(7),
+        rows_dtype="bfloat16",
+        slots_dtype="bfloat16",
+        name=name,
+    )
+    half = keras.layers.Dense(1, use_bias=False, kernel_initializer=keras.initializers.Ones())
+    half.trainable = False
+    model = keras.Model(ids, half(table(ids)))
+    model.compile(optimizers.SGD(0.3, momentum=0.9), lambda y, p: -keras.ops.mean(y * p, -1))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y.astype("float32"))).batch(BATCH)
+    model.fit(dataset, epochs=2, verbose=0)
+    before = contents(model, table)
+    if folder is not None:
+        # Files of servers, in which rows are as they are stored.
+        strategy = tf.distribute.get_strategy()
+        strategy.save_tables(folder)
+        model.fit(dataset, verbose=0)
+        strategy.load_tables(folder)
+        after = contents(model, table)
+        for what in [what for what in after if after[what].shape[1:] == (DIM,)]:
+            np.testing.assert_array_equal(after[what], before[what], err_msg=what)
+    return before | {"predicted": model.predict(x[:21], verbose=0)}
+
+
+def check_halves(found, expected):
+    """Checks that rows and slots are numbers of bfloat16, and the same bits."""
+    matrices = [what for what in expected if expected[what].shape[1:] == (DIM,)]
+    assert len(matrices) == 2 and len(expected["table_keys"]) > KEYS // 2
+    for what in matrices:
+        assert not (found[what].view(np.uint32) & 0xFFFF).any()
+        np.testing.assert_array_equal(found[what], expected[what], err_msg=what)
+
+
 # Sequences with padding.
 
 

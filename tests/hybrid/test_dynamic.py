@@ -13,7 +13,7 @@ from keras_psplus.tables.admission import counters_of_block
 from keras_psplus.tables.keys import BLOCKS
 from tests.hybrid import dynamic_cases as cases
 from tests.hybrid.models import is_alone
-from tests.support.cluster import equals_one_process, run
+from tests.support.cluster import equals_one_process, reference, run
 from tests.support.tiers import extended
 
 
@@ -63,6 +63,22 @@ def test_files_and_backups_equal_one_process(case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}
     found = equals_one_process("hybrid22", case, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])
+
+
+@pytest.mark.processes
+def test_rows_in_16_bits_are_the_bits_of_one_process(tmp_path):
+    found = run("hybrid22", cases.halves, folder=str(tmp_path)).first
+    cases.check_halves(found, reference(cases.halves, cases.ALONE))
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+def test_rows_in_16_bits_train_asynchronously():
+    found = run("hybrid21_async", cases.halves, same=False).first
+    exact = reference(cases.halves, cases.ALONE)
+    np.testing.assert_array_equal(found["table_keys"], exact["table_keys"])
+    rows = found["table_rows"]
+    assert not (rows.view(np.uint32) & 0xFFFF).any() and rows.mean() > 0.1
 
 
 @pytest.mark.extended

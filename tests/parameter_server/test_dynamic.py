@@ -14,6 +14,7 @@ from tests.hybrid import dynamic_cases as dynamic_job
 from tests.parameter_server.options import options
 from tests.support.cluster import reference, run
 from tests.support.results import assert_close
+from tests.support.tiers import extended
 
 
 def train(name, *callbacks):
@@ -58,6 +59,18 @@ def test_padding_has_no_row_on_servers():
     found = run("sync22", trained_on_sequences).first
     expected = reference(dynamic_job.train_sequences, dynamic_job.ALONE)
     assert_close(found, expected, 5e-5)
+
+
+def halves(strategy):
+    with options(strategy), strategy.scope():
+        return dynamic_job.halves()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", ["sync22", *extended("async_threads")])
+def test_rows_in_16_bits_are_the_bits_of_one_process(layout):
+    expected = reference(dynamic_job.halves, dynamic_job.ALONE)
+    dynamic_job.check_halves(run(layout, halves).first, expected)
 
 
 class LooksTwice(keras.Model):

@@ -115,6 +115,35 @@ def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
             psp.serving.export(model, tmp_path / "other", outside=outside)
 
 
+def test_rows_in_int8_are_near_and_small(tmp_path):
+    random, dim = np.random.default_rng(0), 64
+    ids = keras.Input((), dtype="int64", name="a")
+    table = psp.layers.DynamicEmbedding(dim, default="initializer", name="ids")
+    model = keras.Model({"a": ids}, table(ids))
+    keys = random.integers(-(2**62), 2**62, 3000)
+    # Of all sizes; one of zeros, and one below what TensorFlow takes for zero.
+    rows = random.normal(size=[len(keys), dim]) * 10.0 ** random.integers(-30, 30, [len(keys), 1])
+    rows[0], rows[1] = 0, 1e-42
+    table.insert(keys, rows)
+    some = np.append(keys, 2**62 + 1)
+    expected = model.predict({"a": tf.constant(some)}, verbose=0)
+    found, sizes = {}, {}
+    for quantize in None, "int8":
+        folder = tmp_path / f"{quantize}"
+        psp.serving.export(model, folder, quantize=quantize)
+        sizes[quantize] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        found[quantize] = predicted_alone(folder, tmp_path, a=some)["serve"]
+    np.testing.assert_array_equal(found[None], expected)
+    error = np.abs(found["int8"] - expected)
+    largest = np.abs(expected).max(1, keepdims=True)
+    assert (error <= largest / 253.9 + np.finfo(np.float32).tiny).all() and error.max() > 0
+    assert not error[0].any() and not error[-1].any()
+    assert sizes["int8"] < 0.4 * sizes[None]
+    for options in {"quantize": "int4"}, {"quantize": "int8", "outside": ["ids/table"]}:
+        with pytest.raises(ValueError, match="`quantize` must be.*Received: quantize='int"):
+            psp.serving.export(model, tmp_path / "other", **options)
+
+
 def test_ragged_ids_and_models_of_other_kinds(tmp_path):
     ids = keras.Input((None,), dtype="int64", ragged=True)
     model = keras.Model(ids, psp.layers.DynamicEmbedding(2, combiner="sum")(ids))

@@ -32,8 +32,8 @@ def small_chunks():
 class Servers:
     """Stores of one table, shared out as parameter servers have them."""
 
-    def __init__(self, admit=None, expire=None, count=1, optimizer=None):
-        spec = {"name": "t", "dim": DIM, "initializer": INITIALIZER, "default": "zeros"}
+    def __init__(self, admit=None, expire=None, count=1, optimizer=None, **types):
+        spec = {"name": "t", "dim": DIM, "initializer": INITIALIZER, "default": "zeros", **types}
         spec["admit"], spec["expire"] = policies.check_admit(admit), policies.check_expire(expire)
         self.stores = [RowStore(spec, i, count) for i in range(count)]
         optimizer = optimizer or keras.optimizers.SGD(1.0, momentum=0.5)

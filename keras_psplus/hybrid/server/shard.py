@@ -61,7 +61,7 @@ class TableShard:
     ) -> None:
         self.spec = spec
         self.name, self.dim = spec["name"], spec["dim"]
-        self._pull = RowCodec(pull_compressor, self.dim)
+        self._pull = RowCodec.of_pulls(pull_compressor, spec)
         self._push = RowCodec(push_compressor, self.dim)
         self._replicas, self._sync = replicas, sync
         self.optimizer: RowOptimizer | None = None

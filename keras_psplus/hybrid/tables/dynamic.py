@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.hybrid.calls import RpcClient
-from keras_psplus.hybrid.rows import MESSAGE_BYTES
+from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
 from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.embeddings import TableVariable
 from keras_psplus.hybrid.tables.placement import Tables
@@ -50,6 +50,7 @@ class DynamicTable(Table):
             servers, spec["key"], spec["name"], shape, pull_compressor, push_compressor
         )
         self.spec = spec
+        self.pull_codec = RowCodec.of_pulls(pull_compressor, spec, self._id_bytes)
         # Of the copies of rows on workers.
         self.constraint = keras.constraints.get(spec.get("constraint"))
         self.regularizer = keras.regularizers.get(spec.get("regularizer"))
