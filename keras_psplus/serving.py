@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from keras_psplus.arguments import shown, whole_number
 from keras_psplus.core import models
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic, ownership
 from keras_psplus.keras_internals.keras_parts import io_utils
@@ -82,7 +83,7 @@ class FrozenTable(tf.Module):
 
 
 def quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as int8, and the float32 scale of each, by which its largest number is 127."""
+    """Rows as int8, each with the scale by which its largest is 127."""
     words, scales = np.zeros(rows.shape, np.int8), np.abs(rows).max(1) / np.float32(127)
     with np.errstate(invalid="ignore"):  # A row with what is no number is served as such.
         for first in range(0, len(rows), _CHUNK):
@@ -106,7 +107,7 @@ class OutsideTable:
         self.name, self._dim = spec["name"], spec["dim"]
         self._initial = initial_rows.maker_of_missing(spec)
         self._given: Sequence[tf.Tensor] | None = None
-        self._asked: list[tf.Tensor] = []
+        self._asked: list[tuple[tf.Tensor, tf.Tensor]] = []
 
     @property
     def signature(self) -> list[tf.TensorSpec]:
@@ -129,15 +130,15 @@ class OutsideTable:
             self._given = None
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[list[tf.Tensor]]:
-        """Context that returns the keys of its lookups, which get zeros."""
+    def asked(self) -> Iterator[list[tuple[tf.Tensor, tf.Tensor]]]:
+        """Context that returns the keys of its lookups, and the zeros that these get."""
         self._asked = []
         yield self._asked
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         if self._given is None:
-            self._asked.append(keys)
-            return tf.zeros([tf.size(keys), self._dim])
+            self._asked.append((keys, tf.zeros([tf.size(keys), self._dim])))
+            return self._asked[-1][1]
         known, rows = self._given
         places = tf.searchsorted(known, keys)
         # Of those behind all others, any will do.
@@ -149,9 +150,21 @@ class OutsideTable:
         return tf.where(is_known[:, tf.newaxis], found, self._initial(keys))
 
 
-def keys_of(asked: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Distinct keys of all lookups."""
-    return tf.unique(tf.concat([tf.zeros([0], _LONG), *asked], 0)).y
+def keys_of(asked: dict[str, list[tuple[tf.Tensor, tf.Tensor]]]) -> dict[str, tf.Tensor]:
+    """Distinct keys of all lookups, by tables."""
+    needed = with_inputs([keys.op for every in asked.values() for keys, _ in every])
+    for name, every in asked.items():
+        if any(rows.op in needed for _, rows in every):
+            raise ValueError(
+                "Ids are computed from rows of a table that is outside of the model: nobody knows "
+                "beforehand which rows an input needs. Keep that table inside, or publish tables "
+                f"alone, with `model=False`. Received: ids from rows of '{name}'"
+            )
+    none = tf.zeros([0], _LONG)
+    return {
+        name: tf.unique(tf.concat([none, *(keys for keys, _ in every)], 0)).y
+        for name, every in asked.items()
+    }
 
 
 _FORMAT = "tf_saved_model"
@@ -289,18 +302,9 @@ def _save(
     def call(args: Sequence[Any]) -> Any:
         for variable, value in zip(given, args[len(specs) : count]):
             variable._value = value
-        try:
-            return model(*args[: len(specs)], training=False)
-        except AttributeError as error:
-            if not given or "assign" not in str(error):
-                raise
-            raise ValueError(
-                f"The model '{model.name}' sets its weights when it is called, as stateful layers "
-                "do, which an answer of one version cannot. Publish its tables alone, with "
-                f"`model=False`, or use `keras_psplus.serving.export`. Received: {error}"
-            ) from None
+        return model(*args[: len(specs)], training=False)
 
-    with models.with_copies(model, copied):
+    with _refusing_state(model), models.with_copies(model, copied):
         module.values, module.resources = kept, _resources_of(model)
         rows = [spec for table in outside for spec in table.signature]
         taken = [*specs, *(tf.TensorSpec(one.shape, one.dtype) for one in given)]
@@ -317,7 +321,7 @@ def _save(
             with contextlib.ExitStack() as tables:
                 asked = {table.name: tables.enter_context(table.asked()) for table in outside}
                 call(args)
-            return {name: keys_of(every) for name, every in asked.items()}
+            return keys_of(asked)
 
         module.serve = serve
         serve.get_concrete_function()
@@ -329,6 +333,23 @@ def _save(
         # TensorFlow Serving is sent tensors alone.
         has_signatures = is_dense and not given
         tf.saved_model.save(module, path, signatures=signatures if has_signatures else None)
+
+
+@contextlib.contextmanager
+def _refusing_state(model: keras.Model) -> Iterator[None]:
+    """Context that refuses a model whose calls set a variable, by name."""
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        # Of a weight that is given, which is a tensor; of a variable that the model does not list.
+        if "has no attribute 'assign" not in str(error) and "reachable from root" not in str(error):
+            raise
+        raise ValueError(
+            f"The model '{model.name}' keeps state between its calls, as stateful layers do, which "
+            "neither a published nor an exported model has. Make these layers stateless, or "
+            "publish the tables alone, with `model=False`. "
+            f"Received: {type(error).__name__}: {str(error)[:200]}"
+        ) from None
 
 
 def _checked_outside(model: keras.Model, outside: Collection[str]) -> frozenset[str]:

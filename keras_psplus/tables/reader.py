@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -225,6 +225,8 @@ class TableReader:
         return content
 
     def _load(self, before: _Version | None) -> _Version:
+        # While large tables were read, files of the model may have been deleted, but no others.
+        reached = before
         for attempt in range(_ATTEMPTS):
             content = self._read_list()
             if shapes_of(content["tables"]) != self._shapes:
@@ -236,10 +238,10 @@ class TableReader:
             if before is not None and content == before.content and has_model == self._has_model:
                 return before
             try:
-                tables = self._tables(before, content)
+                reached = _Version(content, self._tables(reached, content))
                 if not self._has_model:
-                    return _Version(content, tables)
-                return _Version(content, tables, *self._model(before, content))
+                    return reached
+                return _Version(content, reached.tables, *self._model(before, content))
             except FileNotFoundError as error:
                 # Deleted after the list was read, for a newer one.
                 if attempt == _ATTEMPTS - 1:
@@ -264,11 +266,11 @@ class TableReader:
         return tables
 
     def _arrays(self, version: dict[str, Any], table: int) -> dict[str, np.ndarray]:
-        """Arrays of a version, which stay on the disk until they are used."""
+        """Arrays of a version; those of a whole one are mapped from the disk."""
         found = {}
+        mode: Literal["r"] | None = "r" if version["follows"] is None else None
         for name, digest in version["tables"][table]["files"].items():
-            self._check(version, integrity.problem_of(self._existing(name), digest))
-            array = np.load(os.path.join(self._folder, name), mmap_mode="r")
+            array = np.load(self._checked_path(version, name, digest), mmap_mode=mode)
             found[name.rpartition("-")[2].removesuffix(".npy")] = np.asarray(array)
         own, dim = self._shapes[table]
         if found["rows"].shape != (len(found["keys"]), dim):
@@ -287,40 +289,34 @@ class TableReader:
                 "callbacks=[keras_psplus.serving.PublishTables(..., model=True)]. "
                 f"Received: version {last['version']} of {self.names} alone"
             )
-        # In one piece: the file may be deleted at any moment.
-        path = self._existing(model["file"])
-        with integrity.open_file(path) as file:
-            data = file.read()
-        self._check(last, integrity.problem_of_bytes(path, data, model["digest"]))
+        data = np.fromfile(self._checked_path(last, model["file"], model["digest"]), np.uint8)
         weights, end = [], 0
         for one in model["weights"]:
             dtype, begin = np.dtype(tf.as_dtype(one["dtype"]).as_numpy_dtype), end
             end += math.prod(one["shape"]) * dtype.itemsize
-            weights.append(tf.constant(np.frombuffer(data[begin:end], dtype).reshape(one["shape"])))
+            weights.append(tf.constant(data[begin:end].view(dtype).reshape(one["shape"])))
         if before is not None and before.graph is not None:
             if all(before.content["model"][what] == model[what] for what in ("folder", "files")):
                 return before.graph, tuple(weights)
-        folder = self._existing(model["folder"])
         for name, digest in model["files"].items():
-            path = self._existing(os.path.join(model["folder"], name))
-            self._check(last, integrity.problem_of(path, digest))
+            self._checked_path(last, os.path.join(model["folder"], name), digest)
         try:
-            return tf.saved_model.load(folder), tuple(weights)
+            graph = tf.saved_model.load(os.path.join(self._folder, model["folder"]))
         except (OSError, tf.errors.NotFoundError) as error:
             raise FileNotFoundError(f"{error}") from error
+        return graph, tuple(weights)
 
-    def _existing(self, name: str) -> str:
+    def _checked_path(self, version: dict[str, Any], name: str, digest: str) -> str:
         path = os.path.join(self._folder, name)
-        if not os.path.exists(path):
+        problem = integrity.problem_of(path, digest)
+        if problem and not os.path.exists(path):
             raise FileNotFoundError(path)
-        return path
-
-    def _check(self, version: dict[str, Any], problem: str | None) -> None:
         if problem:
             raise ValueError(
                 f"Version {version['version']} of what is published in {self._folder} is damaged. "
                 f"Publish to an empty folder. Received: {problem}"
             )
+        return path
 
 
 def _follow(reader: weakref.ref[TableReader], closed: threading.Event, poll: float) -> None:
