@@ -15,7 +15,8 @@
 #   make matrix      every name of Keras under every strategy; writes docs/works.md
 #   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
-#   make wheel   the source distribution and the wheel in dist/
+#   make wheel   the source distribution and the wheel in dist/, of the last commit or of a tag:
+#                make wheel TAG=v0.2.0
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
 #   make lint    ruff, mypy, codespell and the rule of docstrings
@@ -28,6 +29,7 @@ BENCH ?=
 DEMO ?=
 VERSIONS ?=
 MUTANTS ?=
+TAG ?= HEAD
 # Tests choose their tier themselves: tests/support/tiers.py.
 TESTED := not extended and not matrix
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -108,11 +110,24 @@ coverage-all: coverage
 structure:
 	@$(PYTHON) tests/structure.py
 
+# Of what git has: files of this checkout that are not committed are in neither.
 wheel: $(VENV)/stamp-test
-	$(BIN)/python -m build --outdir dist
+	rm -rf build && mkdir -p build/source
+	git archive $(TAG) | tar -x -C build/source
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' build/source/keras_psplus/versions.py); \
+	tags=$$(git tag --points-at $(TAG) --list 'v*'); \
+	[ -z "$$tags" ] || [ "$$tags" = "v$$version" ] || { \
+	  echo "The tag of a release is v and __version__ of keras_psplus/versions.py." \
+	    "Received: tag $$tags, __version__ $$version" >&2; exit 1; }
+	$(BIN)/python -m build --outdir dist build/source
 
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+# The manual needs neither the library's dependencies nor the library: it reads the source.
+$(VENV)/stamp-docs: $(VENV)/stamp-venv $(PACKAGING)
+	$(PIP) install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("$(PACKAGING)", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 docs: $(VENV)/stamp-docs
 	$(BIN)/mkdocs build --strict
@@ -126,5 +141,5 @@ lint: $(VENV)/stamp-test
 	  benchmarks tests
 
 clean:
-	rm -rf $(VENV) .venv-versions build dist site *.egg-info .coverage* .measure .matrix mutants.jsonl .pytest_cache .ruff_cache .hypothesis bench.* bench_*
+	rm -rf $(VENV) .venv-versions build dist site .drawings *.egg-info .coverage* .measure .matrix mutants.jsonl .pytest_cache .ruff_cache .hypothesis bench.* bench_*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -123,8 +123,9 @@ def main():
     parser.add_argument("--look", metavar="FOLDER", help="show the published tables, and end")
     args = parser.parse_args()
     if args.look:
-        reader = psp.serving.TableReader(args.look, "item_table/table")
-        print(f"stream: items={len(reader)} version={reader.version} step={reader.step}")
+        reader = psp.serving.TableReader(args.look)
+        items = reader.count("item_table/table")
+        print(f"stream: items={items} version={reader.version} step={reader.step}")
         return
     keras.utils.set_random_seed(0)
     # In one process, too: its backups have the place in the stream.
@@ -135,7 +136,7 @@ def main():
     by_time = ByTime(stream)
     callbacks = [by_time]
     if not args.hashed:
-        callbacks.append(psp.callbacks.PublishTables(args.folder, every=8))
+        callbacks.append(psp.serving.PublishTables(args.folder, every=8))
     if args.backup:
         callbacks.append(keras.callbacks.BackupAndRestore(args.backup, save_freq=8))
     model.fit(stream, epochs=args.hours, shuffle=False, verbose=0, callbacks=callbacks)

@@ -15,19 +15,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_psplus.arguments import shown, whole_number
+from keras_psplus.arguments import shown
 from keras_psplus.cluster.monitor import task_report
 from keras_psplus.cluster.monitor.goodput import EVALUATION
 from keras_psplus.cluster.monitor.step_times import StepTimes
 from keras_psplus.cluster.monitor.task_report import TaskReport
 from keras_psplus.communication import Communication, Totals, ratio
-from keras_psplus.files import ownership
-from keras_psplus.log import logger, warn_once
-from keras_psplus.tables.row_variable import KeyedVariable, is_keyed
-from keras_psplus.tables.versions import VersionWriter, translated
-from keras_psplus.tables.versions import read as read_versions
+from keras_psplus.log import warn_once
 
-__all__ = ["CommunicationMonitor", "PublishTables"]
+__all__ = ["CommunicationMonitor"]
 
 
 # Metrics of communication in the logs of `fit`: bytes sent, and waits.
@@ -199,123 +195,6 @@ class CommunicationMonitor(keras.callbacks.Callback):
             for name, value in values.items():
                 tf.summary.scalar(name, value, step=epoch)
         self._writer.flush()
-
-
-# Publication of dynamic tables while they are trained.
-
-_EPOCH = "epoch"
-
-
-class PublishTables(keras.callbacks.Callback):
-    """Writes versions of a model's dynamic tables, which `serving.TableReader` follows.
-
-    The first version has all rows, the ones after it those that steps have changed since, and the
-    keys that have expired; now and then all rows are written again. A reader finds a version once
-    all of it is on the disk: a kill at any moment leaves the last one. Where a version cannot be
-    written, as the disk is full, a warning says so, once, and training goes on; the next one has
-    what is missing. With servers, the chief writes what they send it; training waits in the
-    meantime.
-
-    Args:
-        folder: Path of a folder for the tables of this model alone.
-        every: Steps between two versions, or `"epoch"`. The end of training publishes the rest.
-
-    Raises:
-        ValueError: If `every` is neither, the model has no dynamic table, or the folder has others.
-        OSError: As training begins, if the folder cannot be written, or another job writes to it.
-
-    Example:
-
-    ```python
-    publish = keras_psplus.callbacks.PublishTables("published", every=100)
-    model.fit(dataset, epochs=3, callbacks=[publish])
-    ```
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], every: int | str = _EPOCH) -> None:
-        super().__init__()
-        if isinstance(every, str) and every != _EPOCH:
-            raise ValueError(
-                f'`every` must be an int from 1 up, or "epoch". Received: every={shown(every)}'
-            )
-        # None at epochs' ends.
-        self._every = None if every == _EPOCH else whole_number("every", every, 1)
-        self.folder = os.fspath(folder)
-        self._writer: VersionWriter | None = None
-        self._tables: list[KeyedVariable] = []
-        self._marks: list[Any] = []
-        self._steps, self._last_batch = 0, -1
-        self._publishes = True
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._take()
-        read_versions(self.folder)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._last_batch = -1
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        # One call may be for several steps.
-        self._steps += batch - self._last_batch if batch > self._last_batch else batch + 1
-        self._last_batch = batch
-        if self._every is not None and self._steps >= self._every:
-            self._publish()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._every is None:
-            self._publish()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self._steps:
-            self._publish()
-        ownership.release(self.folder)
-
-    def _publish(self) -> None:
-        try:
-            self.publish()
-        except OSError as error:
-            if self._publishes:
-                logger.warning("training goes on and publishes nothing for now: %s", error)
-            self._publishes = False
-        else:
-            self._publishes = True
-
-    def _take(self) -> None:
-        with translated(self.folder):
-            ownership.claim(self.folder, "PublishTables", "folder")
-
-    def publish(self) -> None:
-        """Writes a version now.
-
-        Raises:
-            OSError: If it cannot be written, or another job publishes to the folder.
-        """
-        self._steps = 0
-        self._take()
-        tables = [v for v in self.model.variables if is_keyed(v)]
-        if self._writer is None or any(a is not b for a, b in zip(tables, self._tables)):
-            self._begin(tables)
-        assert self._writer is not None
-        marks = [None] * len(tables) if self._writer.needs_whole else self._marks
-        changes = [v._value.read_changes(mark) for v, mark in zip(tables, marks)]
-        if any(one.is_whole for one in changes):
-            changes = [
-                one if one.is_whole else variable._value.read_changes(None)
-                for variable, one in zip(tables, changes)
-            ]
-        if any(one.is_whole or len(one.keys) or len(one.gone) for one in changes):
-            iterations = getattr(self.model.optimizer, "iterations", None)
-            self._writer.write(changes, 0 if iterations is None else int(iterations.numpy()))
-        self._marks = [one.mark for one in changes]
-
-    def _begin(self, tables: list[KeyedVariable]) -> None:
-        if not tables:
-            raise ValueError(
-                "PublishTables publishes the tables of keras_psplus.layers.DynamicEmbedding, of "
-                f"which the model has none. Received: model '{self.model.name}'"
-            )
-        specs = {variable.path: variable._value.spec for variable in tables}
-        self._tables, self._writer = tables, VersionWriter(self.folder, specs)
 
 
 # Progress of training, reported to processes outside its terminal.

@@ -1,7 +1,8 @@
 """Models and tables for processes that serve them.
 
 export          a SavedModel that needs nothing of this library
-TableReader     rows of a table while it is trained elsewhere
+PublishTables   versions of the tables, and of the whole model, while it is trained
+TableReader     what reads them, in processes that serve
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_psplus.arguments import shown
+from keras_psplus.arguments import shown, whole_number
 from keras_psplus.core import models
+from keras_psplus.core.graph.subgraph import with_inputs
 from keras_psplus.engine import Call
-from keras_psplus.files import atomic
+from keras_psplus.files import atomic, ownership
 from keras_psplus.keras_internals.keras_parts import io_utils
+from keras_psplus.log import logger
 from keras_psplus.tables import keys as initial_rows
+from keras_psplus.tables import versions
+from keras_psplus.tables.reader import PublishedModel, TableReader
 from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.tables.snapshot import Snapshot
-from keras_psplus.tables.versions import TableReader
 
-__all__ = ["TableReader", "export"]
+__all__ = ["PublishTables", "PublishedModel", "TableReader", "export"]
 
 # Export of a model to a SavedModel that needs nothing of this library: by a function, by
 # `keras.Model.export` (`export_model`), which comes to the same for a model with dynamic tables,
@@ -79,7 +83,7 @@ class FrozenTable(tf.Module):
 
 
 def quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as int8, and the float32 scale of each: its largest number is 127."""
+    """Rows as int8, each with the scale by which its largest is 127."""
     words, scales = np.zeros(rows.shape, np.int8), np.abs(rows).max(1) / np.float32(127)
     with np.errstate(invalid="ignore"):  # A row with what is no number is served as such.
         for first in range(0, len(rows), _CHUNK):
@@ -103,7 +107,7 @@ class OutsideTable:
         self.name, self._dim = spec["name"], spec["dim"]
         self._initial = initial_rows.maker_of_missing(spec)
         self._given: Sequence[tf.Tensor] | None = None
-        self._asked: list[tf.Tensor] = []
+        self._asked: list[tuple[tf.Tensor, tf.Tensor]] = []
 
     @property
     def signature(self) -> list[tf.TensorSpec]:
@@ -126,15 +130,15 @@ class OutsideTable:
             self._given = None
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[list[tf.Tensor]]:
-        """Context that returns the keys of its lookups, which get zeros."""
+    def asked(self) -> Iterator[list[tuple[tf.Tensor, tf.Tensor]]]:
+        """Context that returns the keys of its lookups, and the zeros that these get."""
         self._asked = []
         yield self._asked
 
     def lookup_keys(self, keys: tf.Tensor, trains: bool) -> tf.Tensor:
         if self._given is None:
-            self._asked.append(keys)
-            return tf.zeros([tf.size(keys), self._dim])
+            self._asked.append((keys, tf.zeros([tf.size(keys), self._dim])))
+            return self._asked[-1][1]
         known, rows = self._given
         places = tf.searchsorted(known, keys)
         # Of those behind all others, any will do.
@@ -146,9 +150,21 @@ class OutsideTable:
         return tf.where(is_known[:, tf.newaxis], found, self._initial(keys))
 
 
-def keys_of(asked: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Distinct keys of all lookups."""
-    return tf.unique(tf.concat([tf.zeros([0], _LONG), *asked], 0)).y
+def keys_of(asked: dict[str, list[tuple[tf.Tensor, tf.Tensor]]]) -> dict[str, tf.Tensor]:
+    """Distinct keys of all lookups, by tables."""
+    needed = with_inputs([keys.op for every in asked.values() for keys, _ in every])
+    for name, every in asked.items():
+        if any(rows.op in needed for _, rows in every):
+            raise ValueError(
+                "Ids are computed from rows of a table that is outside of the model: nobody knows "
+                "beforehand which rows an input needs. Keep that table inside, or publish tables "
+                f"alone, with `model=False`. Received: ids from rows of '{name}'"
+            )
+    none = tf.zeros([0], _LONG)
+    return {
+        name: tf.unique(tf.concat([none, *(keys for keys, _ in every)], 0)).y
+        for name, every in asked.items()
+    }
 
 
 _FORMAT = "tf_saved_model"
@@ -210,7 +226,7 @@ def export(
         if engine is not None:
             writing = models.written(strategy, folder, makes_folders=True)
         with writing as path:
-            _save(model, inputs, path, names, quantize)
+            _save(model, inputs, path, names, quantize=quantize)
 
     # A separate thread is outside of the strategy's scope even if the caller is inside.
     with futures.ThreadPoolExecutor(1) as executor:
@@ -259,38 +275,53 @@ def export_archive(call: Call) -> Any:
 
 
 def _save(
-    model: keras.Model, specs: list[Any], path: str, names: Collection[str], quantize: str | None
+    model: keras.Model,
+    specs: list[Any],
+    path: str,
+    names: Collection[str],
+    given: Sequence[keras.Variable] = (),
+    quantize: str | None = None,
 ) -> None:
-    module, outside = tf.Module(), list[OutsideTable]()
+    """Saves a model, of which callers give some tables and weights behind the inputs."""
+    module, kept, outside = tf.Module(), list[Any](), list[OutsideTable]()
+    are_given, count = {id(variable) for variable in given}, len(specs) + len(given)
 
     def copied(variable: keras.Variable) -> Any:
         value: Any = variable._value
-        if not is_keyed(variable):
-            return models.copied(variable)
-        if variable.path not in names:
-            return FrozenTable(value.spec, value.read_snapshot(), quantize)
-        outside.append(OutsideTable(value.spec))
-        return outside[-1]
+        if id(variable) in are_given:
+            return value
+        if is_keyed(variable) and variable.path in names:
+            outside.append(OutsideTable(value.spec))
+            return outside[-1]
+        if is_keyed(variable):
+            kept.append(FrozenTable(value.spec, value.read_snapshot(), quantize))
+        else:
+            kept.append(models.copied(variable))
+        return kept[-1]
 
-    with models.with_copies(model, copied) as values:
-        module.values = [value for value in values if not isinstance(value, OutsideTable)]
-        module.resources = _resources_of(model)
+    def call(args: Sequence[Any]) -> Any:
+        for variable, value in zip(given, args[len(specs) : count]):
+            variable._value = value
+        return model(*args[: len(specs)], training=False)
+
+    with _refusing_state(model), models.with_copies(model, copied):
+        module.values, module.resources = kept, _resources_of(model)
         rows = [spec for table in outside for spec in table.signature]
+        taken = [*specs, *(tf.TensorSpec(one.shape, one.dtype) for one in given)]
 
-        @tf.function(input_signature=[*specs, *rows], autograph=False)
+        @tf.function(input_signature=[*taken, *rows], autograph=False)
         def serve(*args: Any) -> Any:
-            given = args[len(specs) :]
             with contextlib.ExitStack() as tables:
                 for i, table in enumerate(outside):
-                    tables.enter_context(table.given(*given[2 * i : 2 * i + 2]))
-                return model(*args[: len(specs)], training=False)
+                    tables.enter_context(table.given(*args[count + 2 * i : count + 2 * i + 2]))
+                return call(args)
 
-        @tf.function(input_signature=specs, autograph=False)
+        @tf.function(input_signature=taken, autograph=False)
         def keys(*args: Any) -> dict[str, tf.Tensor]:
             with contextlib.ExitStack() as tables:
                 asked = {table.name: tables.enter_context(table.asked()) for table in outside}
-                model(*args, training=False)
-            return {name: keys_of(every) for name, every in asked.items()}
+                call(args)
+            return keys_of(asked)
 
         module.serve = serve
         serve.get_concrete_function()
@@ -300,7 +331,25 @@ def _save(
             keys.get_concrete_function()
         is_dense = all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(specs))
         # TensorFlow Serving is sent tensors alone.
-        tf.saved_model.save(module, path, signatures=signatures if is_dense else None)
+        has_signatures = is_dense and not given
+        tf.saved_model.save(module, path, signatures=signatures if has_signatures else None)
+
+
+@contextlib.contextmanager
+def _refusing_state(model: keras.Model) -> Iterator[None]:
+    """Context in which a model with a variable that its calls set is refused by name."""
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        # Of a weight that is given, which is a tensor; of a variable that the model does not list.
+        if "has no attribute 'assign" not in str(error) and "reachable from root" not in str(error):
+            raise
+        raise ValueError(
+            f"The model '{model.name}' keeps state between its calls, as stateful layers do, which "
+            "neither a published nor an exported model has. Make these layers stateless, or "
+            "publish the tables alone, with `model=False`. "
+            f"Received: {type(error).__name__}: {str(error)[:200]}"
+        ) from None
 
 
 def _checked_outside(model: keras.Model, outside: Collection[str]) -> frozenset[str]:
@@ -360,3 +409,165 @@ def _resources_of(model: keras.Model) -> list[Any]:
         for value in vars(layer).values()
         if isinstance(value, kind)
     ]
+
+
+# Publication of dynamic tables, and of the model around them, while they are trained.
+
+_EPOCH = "epoch"
+
+
+class PublishTables(keras.callbacks.Callback):
+    """Writes versions of a model's dynamic tables, which `serving.TableReader` follows.
+
+    A version is of all tables and, with `model=True`, of all other weights. The first one has all
+    rows, the ones after it those that steps have changed since, and the keys that have expired; now
+    and then all rows are written again. Other weights are written whole each time, and the layers
+    once for each `fit`. A reader finds a version once all of it is on the disk: a kill at any
+    moment leaves the last one. Where a version cannot be written, as the disk is full, a warning
+    says so, once, and training goes on; the next one has what is missing. With servers, the chief
+    writes what they send it; training waits in the meantime.
+
+    Args:
+        folder: Path of a folder for the tables of this model alone.
+        every: Steps between two versions, or `"epoch"`. The end of training publishes the rest.
+        model: Whether versions have the whole model, for `TableReader.model`.
+        signature: As that of `serving.export`, for a model that is neither functional nor
+            sequential.
+
+    Raises:
+        ValueError: If `every` is neither, the model has no dynamic table, the folder has others, or
+            the model cannot be exported.
+        OSError: As training begins, if the folder cannot be written, or another job writes to it.
+
+    Example:
+
+    ```python
+    publish = keras_psplus.serving.PublishTables("published", every=100, model=True)
+    model.fit(dataset, epochs=3, callbacks=[publish])
+    ```
+    """
+
+    # Workers that are not the chief need none.
+    writes_only = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | str = _EPOCH,
+        model: bool = False,
+        signature: Sequence[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(every, str) and every != _EPOCH:
+            raise ValueError(
+                f'`every` must be an int from 1 up, or "epoch". Received: every={shown(every)}'
+            )
+        if not isinstance(model, bool) or (signature is not None and not model):
+            raise ValueError(
+                "`model` must be True, with which a `signature` may be given, or False. "
+                f"Received: model={shown(model)}, signature={shown(signature)}"
+            )
+        # None at epochs' ends.
+        self._every = None if every == _EPOCH else whole_number("every", every, 1)
+        self.folder = os.fspath(folder)
+        self._has_model, self._signature = model, signature
+        self._writer: versions.VersionWriter | None = None
+        self._tables: list[keras.Variable] = []
+        self._weights: list[keras.Variable] = []
+        self._marks: list[Any] = []
+        self._steps, self._last_batch = 0, -1
+        self._publishes = True
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._has_model and self.model.built:
+            _inputs_of(self.model, self._signature)
+        if self._writer is not None:
+            # Layers such as StringLookup may have been adapted since.
+            self._writer.model = None
+        self._take()
+        versions.read(self.folder)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._last_batch = -1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        # One call may be for several steps.
+        self._steps += batch - self._last_batch if batch > self._last_batch else batch + 1
+        self._last_batch = batch
+        if self._every is not None and self._steps >= self._every:
+            self._publish()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._every is None:
+            self._publish()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._steps:
+            self._publish()
+        ownership.release(self.folder)
+
+    def _publish(self) -> None:
+        try:
+            self.publish()
+        except OSError as error:
+            if self._publishes:
+                logger.warning("training goes on and publishes nothing for now: %s", error)
+            self._publishes = False
+        else:
+            self._publishes = True
+
+    def _take(self) -> None:
+        with versions.translated(self.folder):
+            ownership.claim(self.folder, "PublishTables", "folder")
+
+    def publish(self) -> None:
+        """Writes a version now.
+
+        Raises:
+            OSError: If it cannot be written, or another job publishes to the folder.
+        """
+        self._steps = 0
+        self._take()
+        engine = getattr(self.model.distribute_strategy, "engine", None)
+        if engine is not None and hasattr(engine, "finish_steps"):
+            engine.finish_steps()
+        tables = [one for one in self.model.variables if is_keyed(one)]
+        weights = [one for one in self.model.weights if self._has_model and not is_keyed(one)]
+        is_same = [*map(id, tables), *map(id, weights)] == [
+            *map(id, self._tables),
+            *map(id, self._weights),
+        ]
+        if self._writer is None or not is_same:
+            self._begin(tables, weights)
+        assert self._writer is not None
+        marks = [None] * len(tables) if self._writer.needs_whole else self._marks
+        changes = [v._value.read_changes(mark) for v, mark in zip(tables, marks)]
+        if any(one.is_whole for one in changes):
+            changes = [
+                one if one.is_whole else variable._value.read_changes(None)
+                for variable, one in zip(tables, changes)
+            ]
+        if weights or any(one.is_whole or len(one.keys) or len(one.gone) for one in changes):
+            iterations = getattr(self.model.optimizer, "iterations", None)
+            step = 0 if iterations is None else int(iterations.numpy())
+            self._writer.write(changes, step, [one._value.numpy() for one in weights])
+        self._marks = [one.mark for one in changes]
+
+    def _begin(self, tables: list[keras.Variable], weights: list[keras.Variable]) -> None:
+        if not tables:
+            raise ValueError(
+                "PublishTables publishes the tables of keras_psplus.layers.DynamicEmbedding, of "
+                f"which the model has none. Received: model '{self.model.name}'"
+            )
+        specs = {variable.path: variable._value.spec for variable in tables}
+        save = self._save if self._has_model else None
+        self._writer = versions.VersionWriter(self.folder, specs, save)
+        self._tables, self._weights = tables, weights
+
+    def _save(self, path: str) -> None:
+        """Writes the model without its tables and weights."""
+        model, names = self.model, [one.path for one in self._tables]
+        inputs = _inputs_of(model, self._signature)
+        # A separate thread is outside of the strategy's scope.
+        with futures.ThreadPoolExecutor(1) as executor:
+            executor.submit(_save, model, inputs, path, names, self._weights).result()

@@ -107,6 +107,14 @@ def installed_version(package: Supported) -> str | None:
     return None
 
 
+def summary() -> str:
+    """The versions that all tasks of a cluster need to have in common."""
+    found = {p.name: _of_module(p) or installed_version(p) for p in (KERAS, TENSORFLOW)}
+    python = ".".join(map(str, sys.version_info[:2]))
+    others = "".join(f", {name} {version}" for name, version in found.items())
+    return f"keras_psplus {__version__}, Python {python}{others}"
+
+
 def problem(package: Supported) -> str | None:
     """Error text about the installed version, or None; for commands, which continue."""
     try:

@@ -33,9 +33,15 @@ def test_the_help_of_make_names_each_target():
     assert described == TARGETS - {"help"}
 
 
-def test_the_citation_is_of_this_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == versions.__version__.partition(".dev")[0]
+def test_files_name_this_version():
+    version = versions.__version__.partition(".dev")[0]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"site_name: keras_psplus {version} " in (ROOT / "mkdocs.yml").read_text()
+    assert f"This manual is of version {version}." in (ROOT / "docs/index.md").read_text()
+    section = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    is_released = version == versions.__version__
+    date = r"\d{4}-\d\d-\d\d" if is_released else "unreleased"
+    assert re.fullmatch(rf"\[{re.escape(version)}\] - {date}", section)
 
 
 def test_commits_are_checked_by_the_tools_of_lint():

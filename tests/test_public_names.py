@@ -1,43 +1,50 @@
-"""Public names of strategies."""
+"""Public names, arguments and flags."""
 
 import inspect
+import re
 
 import pytest
-import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus import catalogue
 from keras_psplus.cli import export, run, serve
 from keras_psplus.cli.flags import UsageError
+from tests import interface
 
-ALL = {
-    *("communication", "engine", "is_chief", "load_state_dict", "progress", "state_dict", "task"),
-    "updates",
-}
-SYNCHRONOUS = {"finish_updates", "num_workers"}
-# What a strategy has beside what `tf.distribute.Strategy` has. Parts of a strategy are not here.
-PUBLIC = {
-    psp.MultiWorkerMirroredStrategy: SYNCHRONOUS,
-    psp.ModelParallelStrategy: SYNCHRONOUS,
-    psp.HybridStrategy: {*SYNCHRONOUS, "load_tables", "prefetch", "save_tables", "sync"},
-    psp.ParameterServerStrategy: {
-        *("backup_workers", "dropped_gradients", "finish_updates", "max_staleness", "mode"),
-        *("num_workers", "overlaps_steps", "steps_by_worker"),
-    },
-    psp.PipelineStrategy: {
-        *("activation_compression", "compression", "microbatches", "num_stages", "pipelines"),
-        *("recompute", "schedule"),
-    },
-}
+STRATEGIES = [getattr(psp, name) for name in psp.__all__ if name.endswith("Strategy")]
 
 
-@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
-def test_strategies_have_these_public_attributes(kind):
-    own = {n for n in dir(kind) if not n.startswith("_")} - set(dir(tf.distribute.Strategy))
-    assert own == ALL | PUBLIC[kind]
+def test_what_is_public_changes_with_a_line_in_the_changelog():
+    """After a release, `python -m tests.interface` writes interface.txt again."""
+    changed = interface.changes(interface.FILE.read_text().splitlines(), interface.lines())
+    changelog = (interface.ROOT / "CHANGELOG.md").read_text()
+    assert not interface.unnamed(changed, changelog)
 
 
-@pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
+def test_changes_are_found_and_looked_for():
+    flag = "keras-psplus run --ps"
+    before = "psp.a(x, y=1)|psp.b|psp.b.c|psp.d(x, y)".split("|") + [f"{flag}(default=0)"]
+    after = "psp.a(x, y=2, *, z=0)|psp.b|psp.d(y, x)|psp.f|psp.f.g".split("|")
+    after += [f"{flag}(default=1)"]
+    changed = interface.changes(before, after)
+    assert changed == {
+        **{"y": ["psp.a"], "z": ["psp.a"], "c": ["psp.b.c"], "d": ["psp.d"], "f": ["psp.f"]},
+        "--ps": [flag],
+    }
+    text = "# Changelog\n\n## [2]\n\n- `a(y=2)`, `b.c`, z.\n- `f`, `run --ps`\n\n## [1]\n\n- `d`\n"
+    assert interface.unnamed(changed, text) == {"z": ["psp.a"], "d": ["psp.d"]}
+
+
+def test_the_manual_lists_what_is_public():
+    page = (interface.ROOT / "docs/stability.md").read_text()
+    code = set(re.findall(r"`([^`]+)`", page))
+    assert not {name.rpartition(".")[2] for name in interface.names()} - code
+    for command, actions in interface.flags().items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{command}` |"))
+        assert re.findall(r"`--(\w+)`", row) == sorted(action.dest for action in actions)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: kind.__name__)
 def test_timeouts_have_the_same_names(kind):
     parameters = inspect.signature(kind.__init__).parameters
     assert {"startup_timeout", "heartbeat_timeout", "stall_warning"} <= set(parameters)

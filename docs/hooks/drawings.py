@@ -2,10 +2,14 @@
 
 The pages keep the text, which GitHub draws as well. The site has the drawing itself: it loads no
 script, and colours are CSS variables of `stylesheets/extra.css`, so one drawing serves a light and
-a dark page. What Mermaid cannot draw ends the build.
+a dark page. What Mermaid cannot draw ends the build. Mermaid takes some ten seconds for each
+drawing, most of the build: `.drawings/` keeps them for the next one.
 """
 
 import hashlib
+import importlib.metadata
+import json
+import pathlib
 import re
 
 import mermaidx
@@ -50,6 +54,7 @@ _THEME = {
     "noteTextColor": _TEXT,
 }
 _SMALLEST = 0.6  # of its size, at which letters have 9 pixels
+_KEPT = pathlib.Path(__file__).parents[2] / ".drawings"
 _CONFIG = {
     "theme": "base",
     "themeVariables": _THEME,
@@ -88,10 +93,20 @@ def draw(source, language, css_class, options, md, **kwargs):
         SuperFencesException: If Mermaid cannot draw it.
     """
     try:
-        svg = mermaidx.render(source, theme="base", config=_CONFIG).svg()
+        svg = _svg(source)
     except Exception as error:
         raise SuperFencesException(f"Mermaid cannot draw this: {error}\n{source}") from error
     return f'<figure class="{css_class}">{in_page(svg, source)}</figure>'
+
+
+def _svg(source):
+    made_of = json.dumps([source, _CONFIG, importlib.metadata.version("mermaidx")])
+    kept = _KEPT / f"{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.svg"
+    if not kept.is_file():
+        svg = mermaidx.render(source, theme="base", config=_CONFIG).svg()
+        _KEPT.mkdir(exist_ok=True)
+        kept.write_text(svg)
+    return kept.read_text()
 
 
 def in_page(svg, source):

@@ -15,7 +15,6 @@ from keras_psplus.all_reduce.reducers import is_overwritten, with_shape
 from keras_psplus.all_reduce.step import mirrored_variables, replica_functions
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.all_reduce.step.updating import Accumulators
-from keras_psplus.callbacks import PublishTables
 from keras_psplus.core import data_position, seeds
 from keras_psplus.core.base.optimizers import iterations_of, optimizers_of, unwrapped
 from keras_psplus.core.batch import losses
@@ -39,8 +38,11 @@ _WRITE_ONLY = (
     keras_callbacks.CSVLogger,
     keras_callbacks.RemoteMonitor,
     keras_callbacks.TensorBoard,
-    PublishTables,
 )
+
+
+def _writes_only(callback: Any) -> bool:
+    return isinstance(callback, _WRITE_ONLY) or getattr(callback, "writes_only", False)
 
 
 class AllReduceEngine(DistributedEngine):
@@ -329,7 +331,7 @@ class AllReduceEngine(DistributedEngine):
     def _set_model(self, event: Call) -> Any:
         if not self.strategy.is_chief:
             every = event.owner
-            every.callbacks = [c for c in every.callbacks if not isinstance(c, _WRITE_ONLY)]
+            every.callbacks = [c for c in every.callbacks if not _writes_only(c)]
         return super()._set_model(event)
 
     @answers("checkpoint")

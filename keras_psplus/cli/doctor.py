@@ -42,7 +42,7 @@ With --hooks, shows which functions of Keras the library replaces, and whether t
 fit. With --links, started in each task of a cluster at once, measures the links between workers,
 and shows which groups they make (with --json, what `keras-psplus plan --links` reads). With
 --hosts, checks what `keras-psplus run --hosts` needs there, from this machine: ssh, Python,
-versions, ports both ways, clocks. Exits with 1 if something is wrong.
+versions, ports both ways, clocks, bandwidth. Exits with 1 if something is wrong.
 
   keras-psplus doctor --hosts 10.0.0.1,10.0.0.2:2
 """

@@ -21,6 +21,11 @@ from keras_psplus.cluster.ports import control_port
 
 _PROGRAM = "import sys; exec(eval(sys.stdin.readline()))"
 _MOST_OFFSET = 1.0
+_LOOK_SHARE = 0.6
+# How long one link is measured, and all, where several wait for each other.
+_LINK_SECONDS, _LINKS_SECONDS = 1.0, 3.0
+_SLOW_BITS = 100e6
+_SHOWN_LINKS = 6
 
 
 class _Host:
@@ -31,10 +36,14 @@ class _Host:
         problem: Why there is no answer.
     """
 
-    def __init__(self, command: Sequence[str], ports: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self, command: Sequence[str], ports: Sequence[int], link_seconds: float, seconds: float
+    ) -> None:
         self.facts: dict[str, Any] = {}
         self.problem: str | None = None
-        self._command, self._deadline = list(command), time.monotonic() + seconds
+        self._command, now = list(command), time.monotonic()
+        # One that is silent leaves the others time for their links.
+        self._look_until, self._deadline = now + _LOOK_SHARE * seconds, now + seconds
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -43,19 +52,24 @@ class _Host:
             bufsize=0,
             start_new_session=True,
         )
-        program = inspect.getsource(host_check) + f"\nmain({list(ports)!r})\n"
+        program = inspect.getsource(host_check) + f"\nmain({list(ports)!r}, {link_seconds!r})\n"
         self._say(repr(program))
 
     def look(self) -> None:
         """Waits for what the host has."""
-        if (said := self._line()) is not None:
+        if (said := self._line(self._look_until)) is not None:
             # Its answer took at most the time of a message.
             self.facts = {**said, "offset": said["time"] - time.time()}
 
     def reach(self, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
         """Has the host connect to addresses; returns why it cannot, by address."""
-        self._say(json.dumps(addresses))
-        return self._line() or {}
+        self._say(json.dumps(["reach", addresses]))
+        return self._line(self._deadline) or {}
+
+    def measure(self, what: str, address: tuple[str, int]) -> dict[str, float] | None:
+        """Has the host measure a link; None without an answer in time."""
+        self._say(json.dumps([what, address]))
+        return self._line(self._deadline)
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout and self._process.stderr
@@ -71,13 +85,13 @@ class _Host:
         except OSError:
             pass  # What it has written says why.
 
-    def _line(self) -> dict[str, Any] | None:
+    def _line(self, deadline: float) -> dict[str, Any] | None:
         """The next line of JSON; None with the problem noted."""
         assert self._process.stdout is not None and self._process.stderr is not None
         text = b""
         # Lines that a login's own files print may come first.
         while not (lines := [line for line in text.split(b"\n")[:-1] if line[:1] == b"{"]):
-            left = self._deadline - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
                 self.problem = "does not answer in time"
                 return None
@@ -109,8 +123,9 @@ def check(
     for rank, task in enumerate(tasks):
         first.setdefault(split_address(task.config.address or "")[0], rank)
     names = list(first)
+    link_seconds = min(_LINK_SECONDS, _LINKS_SECONDS / max(1, len(names) - 1))
     checks = {
-        name: _Host(way.command(rank, ["-u", "-c", _PROGRAM]), ports[name], seconds)
+        name: _Host(way.command(rank, ["-u", "-c", _PROGRAM]), ports[name], link_seconds, seconds)
         for name, rank in first.items()
     }
     try:
@@ -123,6 +138,14 @@ def check(
                 return answering[name].reach(others)
 
             unreached = dict(zip(answering, pool.map(reach, answering)))
+            # Of each host, a port on which its check listens.
+            open_ports = {
+                name: port
+                for name, each in answering.items()
+                for port in ports[name]
+                if str(port) not in each.facts["taken"]
+            }
+            links = _measure(answering, open_ports, unreached, pool)
     finally:
         for each in checks.values():
             each.close()
@@ -130,7 +153,7 @@ def check(
     facts = {name: each.facts for name, each in answering.items()}
     for name in names:
         print(f"  {name:<16} {_row(facts.get(name))}")
-    problems += _problems(facts, unreached)
+    problems += _show_links(links) + _problems(facts, unreached)
     print(f"\n{len(problems)} problem(s):" if problems else "\nNo problem found.")
     for number, problem in enumerate(problems, 1):
         print(f"  {number}. {problem}")
@@ -144,6 +167,62 @@ def _ports(tasks: Sequence[Task]) -> dict[str, list[int]]:
         host, port = split_address(task.config.address or "")
         found.setdefault(host, []).extend([port, control_port(port)])
     return found
+
+
+def _measure(
+    hosts: Mapping[str, _Host],
+    ports: Mapping[str, int],
+    unreached: Mapping[str, Mapping[str, str]],
+    pool: concurrent.futures.Executor,
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Links by sender and receiver, measured while each host sends to one."""
+    names = list(hosts)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for distance in range(1, len(names)):
+        pairs = [
+            (name, other)
+            for name, other in zip(names, names[distance:] + names[:distance])
+            if other in ports and f"{other}:{ports[other]}" not in unreached[name]
+        ]
+        # Round trips of a link that is full would be longer.
+        for what in ("trip", "send"):
+
+            def measure(pair: tuple[str, str], what: str = what) -> dict[str, float] | None:
+                return hosts[pair[0]].measure(what, (pair[1], ports[pair[1]]))
+
+            for pair, link in zip(pairs, list(pool.map(measure, pairs))):
+                if link is not None:
+                    found.setdefault(pair, {}).update(link)
+    return found
+
+
+def _show_links(links: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
+    """Prints the slowest links, and what to do where they are slow; returns the problems."""
+    wanted = "bits_per_second", "latency"
+    measured = {
+        " -> ".join(pair): link for pair, link in links.items() if all(map(link.get, wanted))
+    }
+    ordered = sorted(measured.items(), key=lambda item: item[1]["bits_per_second"])
+    for pair, link in ordered[:_SHOWN_LINKS]:
+        rate, latency = link["bits_per_second"], link["latency"]
+        print(f"  {pair:<33} {_rate(rate)}, round trip {1e3 * latency:.1f} ms")
+    if len(ordered) > _SHOWN_LINKS:
+        print(f"  {len(ordered) - _SHOWN_LINKS} links between other hosts are faster")
+    if ordered and (rate := ordered[0][1]["bits_per_second"]) < _SLOW_BITS:
+        print(
+            f"\nwarning: {ordered[0][0]} has {_rate(rate)}: gradients of a million weights take "
+            f"{32e6 / max(rate, 1.0):.1f} s in each step. `--compression powersgd:4` sends less, "
+            "`--updates diloco:100` less often"
+        )
+    return [
+        f"{name} cannot send data to {other}, though it connects: look at the MTU of the network"
+        for (name, other), link in links.items()
+        if link.get("bits_per_second") == 0
+    ]
+
+
+def _rate(bits_per_second: float) -> str:
+    return f"{1e-6 * bits_per_second:,.{0 if bits_per_second >= 10e6 else 1}f} Mbit/s"
 
 
 def _row(facts: Mapping[str, Any] | None) -> str:
@@ -167,7 +246,9 @@ def _problems(
         for port, why in own["taken"].items():
             problems.append(f"{name} cannot listen on port {port}: {why}")
         for address, why in unreached[name].items():
-            problems.append(f"{name} cannot reach {address}: {why}: open it, or name another host")
+            problems.append(
+                f"{name} cannot reach {address}: {why}: open the port, or name another host"
+            )
         if abs(own["offset"]) > _MOST_OFFSET:
             problems.append(
                 f"the clock of {name} is {own['offset']:+.1f} s off: logs and traces will be, too"

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Self
 
+from keras_psplus import versions
 from keras_psplus.cluster.channel import (
     BUSY,
     CA,
@@ -42,6 +43,7 @@ class PeerIdentity:
     Attributes:
         all_here: Whether it has found all tasks that the job waits for.
         is_proven: Whether it has proved that it knows the job's secret.
+        versions: Those that all tasks need to have in common; "" if they are not known.
     """
 
     task: str
@@ -51,6 +53,7 @@ class PeerIdentity:
     process: str
     all_here: bool = False
     is_proven: bool = True
+    versions: str = ""
 
     @classmethod
     def of(cls, config: TaskConfig) -> Self:
@@ -58,7 +61,8 @@ class PeerIdentity:
         if len(cluster) > _LONGEST_CLUSTER:
             digest = hashlib.sha256(cluster.encode()).hexdigest()[:16]
             cluster = f"{len(config.tasks())} tasks (digest {digest} of their addresses)"
-        return cls(config.name, cluster, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+        host, pid, process = socket.gethostname(), os.getpid(), uuid.uuid4().hex
+        return cls(config.name, cluster, host, pid, process, versions=versions.summary())
 
     @classmethod
     def of_chief(cls) -> Self:
@@ -80,15 +84,15 @@ class PeerIdentity:
         """Reads the identity in `text`; None if no task could have sent it."""
         fields = json_object(text)
         pid, all_here = fields.get("pid"), fields.get("all_here")
-        texts = [fields.get(key) for key in ("task", "cluster", "host", "process")]
+        texts = [fields.get(key) for key in ("task", "cluster", "host", "process", "versions")]
         # Printable: a terminal must not obey what a stranger has sent.
         good = all(isinstance(text, str) and text.isprintable() for text in texts)
         if not good or type(pid) is not int or not 0 <= pid < 2**32 or type(all_here) is not bool:
             return None
-        task, cluster, host, process = (str(text) for text in texts)
-        if max(len(task), len(host), len(process)) > _LONGEST_NAME:
+        task, cluster, host, process, installed = (str(text) for text in texts)
+        if max(len(task), len(host), len(process), len(installed)) > _LONGEST_NAME:
             return None
-        return cls(task, cluster, host, pid, process, all_here, is_proven)
+        return cls(task, cluster, host, pid, process, all_here, is_proven, installed)
 
 
 def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = None) -> str | None:
@@ -123,6 +127,12 @@ def conflict(mine: PeerIdentity, theirs: PeerIdentity, expected: str | None = No
         return (
             f"{mine.who} found {theirs.who} at the address of {expected}. "
             "Start every task on the host that its address names"
+        )
+    if "" not in (mine.versions, theirs.versions) and theirs.versions != mine.versions:
+        return (
+            f"{mine.who} and {theirs.who} have different versions: {mine.task} has "
+            f"{mine.versions}, {theirs.task} has {theirs.versions}. "
+            "Install the same ones on all machines"
         )
     return None
 
@@ -191,7 +201,7 @@ def is_silent(places: Sequence[Place], timeout: float) -> bool:
 
 ANSWER_TIMEOUT = 2.0  # a peer that accepts and stays silent runs another server: it is up
 
-_REFUSED = "connection refused (not started yet, or it has failed)"
+REFUSED = "connection refused (not started yet, or it has failed)"
 
 
 class TlsError(OSError):
@@ -286,12 +296,12 @@ def connect(address: str, timeout: float) -> socket.socket:
     except TimeoutError:
         raise OSError("no answer (host down, or a firewall drops the packets)") from None
     except ConnectionRefusedError:
-        raise ConnectionRefusedError(_REFUSED) from None
+        raise ConnectionRefusedError(REFUSED) from None
     if connection.getsockname() == connection.getpeername():
         # TCP connects a socket to itself when the dialled local port is free and happens to be
         # chosen as the source port.
         connection.close()
-        raise ConnectionRefusedError(_REFUSED)
+        raise ConnectionRefusedError(REFUSED)
     return connection
 
 

@@ -173,6 +173,7 @@ def neighbours(tasks: Sequence[_Task], own: int) -> list[_Task]:
 
 
 _LOG_EVERY = 10.0
+_NOT_TRIED = "not tried yet"
 _PAUSE = 0.3
 _ROUND = 3.0  # the first task of a large cluster calls those that have not called it so often
 _COURTESY, _TRIES = 2.0, 2
@@ -198,7 +199,7 @@ class PeerDiscovery:
             task_name(job, index): address for job, index, address in config.peers(job_types)
         }
         self._missing = dict(self._addresses)
-        self._reasons = dict.fromkeys(self._missing, "not tried yet")
+        self._reasons = dict.fromkeys(self._missing, _NOT_TRIED)
         # Names of tasks that this one cannot talk to by TLS.
         self._without_tls: set[str] = set()
         self._closed = dict.fromkeys(self._missing, 0)
@@ -323,21 +324,24 @@ class PeerDiscovery:
 
     def _progress(self, seconds: float, timeout: float) -> str:
         missing = ", ".join(
-            f"{name} ({address}{self._stranger_at(name)})"
-            for name, address in self._missing.items()
+            f"{name} ({address}{self._remark_on(name)})" for name, address in self._missing.items()
         )
         here = ", ".join([self._config.name, *self._here])
         return f"waiting for {missing}; here: {here}; {seconds:.0f} s of {timeout:.0f} s"
 
-    def _stranger_at(self, name: str) -> str:
-        """Clause of a message, if another job answers at a task's address."""
-        reason = self._reasons[name]
-        return f": {reason}" if reason == str(handshake.StrangerError()) else ""
+    def _remark_on(self, name: str) -> str:
+        """Clause of a message on a missing task, unless it is merely not started."""
+        reason = self._reason(name)
+        return "" if reason in (_NOT_TRIED, handshake.REFUSED) else f": {reason}"
+
+    def _reason(self, name: str) -> str:
+        called = name in self._listener.callers
+        return self._reasons[name] + (", though it has called this task" if called else "")
 
     def _too_late(self, timeout: float) -> ClusterStartupError:
         here = ", ".join([f"{self._config.name} (this task, {self._config.address})", *self._here])
         missing = "\n".join(
-            f"  {name} at {address}: {self._reasons[name]}"
+            f"  {name} at {address}: {self._reason(name)}"
             for name, address in self._missing.items()
         )
         total = 1 + len(self._here) + len(self._missing)

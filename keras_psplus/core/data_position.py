@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.cluster.process.warm_server import flush_files
 from keras_psplus.datasets import check_job_gave_rows
 from keras_psplus.keras_internals.keras_parts import (
     data_adapter,
@@ -72,7 +73,7 @@ def release_elsewhere(iterator: Any, dataset: Any) -> None:
             alone.
     """
     if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-        _releaser.add(_handles(iterator), (dataset, _functions(iterator)))
+        releaser.add(_handles(iterator), (dataset, _functions(iterator)))
 
 
 def _handles(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> list[tf.Tensor]:
@@ -137,6 +138,8 @@ class _Releaser:
 
     def __init__(self) -> None:
         self.kept: list[_Kept] = []
+        # Whether the interpreter leaves objects as they are when it ends.
+        self.spares_objects = False
         self._lock = threading.Lock()
         self._is_running = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -188,6 +191,11 @@ class _Releaser:
         end = time.monotonic() + _EXIT_SECONDS
         for thread in list(self._threads):
             thread.join(max(0.0, end - time.monotonic()))
+        if self.spares_objects:
+            # Python would look for cycles among all objects, for over a second of a processor with
+            # TensorFlow, while the first worker waits for the end of the others.
+            flush_files()
+            gc.freeze()
 
 
 def _are_unused(handles: list[tf.Tensor]) -> bool:
@@ -195,8 +203,8 @@ def _are_unused(handles: list[tf.Tensor]) -> bool:
     return all(sys.getrefcount(handles[i]) == _UNUSED for i in range(len(handles)))
 
 
-_releaser = _Releaser()
-atexit.register(_releaser.leave)
+releaser = _Releaser()
+atexit.register(releaser.leave)
 
 
 # Position in `fit`'s data, also in data whose number of steps is unknown.

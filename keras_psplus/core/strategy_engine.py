@@ -324,6 +324,7 @@ class StrategyBase:
                     f"{cls.__name__} has no argument `{name}`.{hint} "
                     f"Received: {name}={options[name]!r}"
                 )
+        data_position.releaser.spares_objects = True
         return super().__new__(cls)
 
     def __repr__(self) -> str:

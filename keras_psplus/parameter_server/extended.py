@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -346,6 +347,8 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
         self.compressors = compressors
         self.worker_states = WorkerStates(self._num_workers)
         self.pushes = Pushes(compressors, self.worker_states)
+        # Variables on the servers, by the ids of their handles.
+        self.by_handle = weakref.WeakValueDictionary[int, tf.Variable]()
         # Steps reach the workers through our scheduler, not through the user's coordinator.
         self._allow_run_without_coordinator = True
 
@@ -396,6 +399,7 @@ class ParameterServerExtended(stock.ParameterServerStrategyV2Extended):
             if creating and type(variable) is resource_variable_ops.ResourceVariable:
                 variable.__class__ = PulledVariable
                 variable.keras_path = creating[0]
+            self.by_handle[id(getattr(variable, "_handle", None))] = variable
             return variable
 
         return creator

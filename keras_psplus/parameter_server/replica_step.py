@@ -3,22 +3,31 @@
 A global step's gradient is that of the mean over all rows of its batch. Each worker takes the
 gradient of the mean over its own rows, times `local_rows / global_rows`; the parameter servers add
 these up. What the step does with gradients, it does not do on the worker: it hands them over here.
+
+Losses that divide by the entries that a mask leaves, or by sums of sample weights, divide by those
+of the global batch. The chief, which has it, computes them before the workers begin:
+
+    chief      share 1 ─► own sums ─┐
+               share 2 ─► own sums ─┴─► sums over the batch ─► first argument of each worker's step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base.optimizers import unwrapped
 from keras_psplus.core.batch.replica_step import ReplicaStep
 from keras_psplus.core.graph import stand_ins
 from keras_psplus.core.graph.stand_ins import Gradient
+from keras_psplus.core.graph.subgraph import Subgraph
 from keras_psplus.engine import Engine
-from keras_psplus.parameter_server.pulls import parts_of
+from keras_psplus.parameter_server import pulls, worker_function
+from keras_psplus.parameter_server.pulls import parts_of, path_of
 from keras_psplus.tf_internals import framework_ops as ops
 from keras_psplus.updates import map_values
 
@@ -38,14 +47,18 @@ class WorkerReplicaStep(ReplicaStep):
 
     `weight` is the share's part of the global batch's rows. `push` is called with each optimizer,
     its gradients and variables, and `handed_over` has what it returned; `first_hand_over` is how
-    many operations the function had before.
+    many operations the function had before. `sums` are those over the whole batch of what is
+    `asked` for, in this order and as long as the step needs.
     """
 
     has_batch_fraction = True
 
-    def __init__(self, engine: Engine, weight: tf.Tensor, push: Callable[..., Any]) -> None:
+    def __init__(
+        self, engine: Engine, weight: tf.Tensor, sums: tf.Tensor, push: Callable[..., Any]
+    ) -> None:
         super().__init__(engine)
-        self._weight, self._push = weight, push
+        self._weight, self._sums, self._push = weight, sums, push
+        self.asked: list[tf.Tensor] = []
         self._graph = ops.get_default_graph()
         self._optimizers: list[keras.optimizers.Optimizer] = []
         self._calls: list[stand_ins.TapeCall] = []
@@ -60,11 +73,20 @@ class WorkerReplicaStep(ReplicaStep):
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         return value / tf.cast(self._weight, value.dtype)
 
+    def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if ops.get_default_graph() is not self._graph:
+            _refuse_sum("in a tf.function, a branch or a loop of its own")
+        first = len(self.asked)
+        self.asked += tensors
+        with tf.control_dependencies(None):
+            return [tf.cast(self._sums[first + i], t.dtype) for i, t in enumerate(tensors)]
+
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         if exc[0] is None:
             self._check_unused(())
             self._check_calls()
+            self._check_writes()
 
     def note(self, gradients: list[Gradient | None], variables: list[Any]) -> list[Any]:
         self._calls.append(stand_ins.TapeCall(gradients, variables))
@@ -184,6 +206,23 @@ class WorkerReplicaStep(ReplicaStep):
                 if (found := captured.get(id(tensor))) is not None:
                     self._refuse_read(*found)
 
+    def _check_writes(self) -> None:
+        """Raises ValueError if each worker would write to a variable on the servers."""
+        written = pulls.written_by(self._graph.get_operations(), self._graph)
+        shared = [handle for handle, _ in self._graph.captures if id(handle) in written]
+        for handle in shared if self.engine.strategy.num_workers > 1 else ():
+            variable = self.engine.strategy.extended.by_handle.get(id(handle))
+            if variable is None:
+                continue  # Of the rows of a dynamic table, which servers count once.
+            raise ValueError(
+                'With `mode="sync"`, several workers take each step together, and each would write '
+                "to a variable on the parameter servers that is updated once in one process. Count "
+                "in a metric, keep state in what a layer makes by `add_weight(trainable=False)`, "
+                "of at most 65,536 elements, or write to it in a callback's "
+                '`on_train_batch_end`; or use `mode="async"` or MultiWorkerMirroredStrategy. '
+                f"Received: a `train_step` that writes to {path_of(variable)}"
+            )
+
     def _refuse_read(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
         raise ValueError(
             'With `mode="sync"`, weights change once the gradients of all workers are there, so '
@@ -193,3 +232,51 @@ class WorkerReplicaStep(ReplicaStep):
             "callback's `on_train_batch_end`; or use MultiWorkerMirroredStrategy, under which it "
             f"works. Received: {variable.path}, read after {optimizer.name}.apply()"
         )
+
+
+class BatchSums:
+    """Function of the chief for what a step `asked` for, of one share.
+
+    Args:
+        step: A `WorkerReplicaStep` that has been traced.
+        given: The symbolic tensors of the share in its function.
+        specs: Their type specifications, in the structure in which the share comes.
+    """
+
+    def __init__(self, step: WorkerReplicaStep, given: Sequence[tf.Tensor], specs: Any) -> None:
+        self._asked, self._given = step.asked, list(given)
+        self._part = Subgraph(self._asked, self._given)
+        for tensor in self._asked:
+            if not self._part.has(tensor) and tf.get_static_value(tensor) is None:
+                _refuse_sum(f"by {tensor.op.type} ({tensor.op.name})")
+        other = [t.op for t in self._part.inputs]
+        for op in [*other, *(op for op in self._part.operations if op.op_def.is_stateful)]:
+            _refuse_sum(f"with what {op.type} ({op.name}) returns")
+        origin = tf.function(self._compute, autograph=False)
+        with tf.device(worker_function.CHIEF):
+            # TensorFlow holds what it was traced from weakly.
+            self._concrete, self._origin = origin.get_concrete_function(specs), origin
+
+    def __call__(self, share: Any) -> np.ndarray:
+        with tf.device(worker_function.CHIEF):
+            return self._concrete(share).numpy()
+
+    def _compute(self, share: Any) -> tf.Tensor:
+        flat = tf.nest.flatten(share, expand_composites=True)
+        values = {one.ref(): value for one, value in zip(self._given, flat, strict=True)}
+        found = [
+            tensor if self._part.has(asked) else tf.get_static_value(asked)
+            for asked, tensor in zip(self._asked, self._part.repeat(values, "sums"))
+        ]
+        return tf.stack([tf.cast(one, tf.float64) for one in found])
+
+
+def _refuse_sum(how: str) -> None:
+    raise ValueError(
+        'With `mode="sync"`, a loss divides by the entries that a mask leaves in the whole batch, '
+        "or by the sum of its sample weights, which the chief computes before the workers begin: "
+        "they follow from the batch alone, and are taken by the `train_step` itself. Make the mask "
+        "from the inputs, as Embedding(mask_zero=True) and Masking on inputs do, leave "
+        "`jit_compile=True` out, or use MultiWorkerMirroredStrategy, under which it works. "
+        f"Received: a mask or weights that are computed {how}"
+    )

@@ -23,7 +23,7 @@ from keras_psplus.parameter_server import aggregation, pulls, traffic, worker_fu
 from keras_psplus.parameter_server.aggregation import GradientSum
 from keras_psplus.parameter_server.context import StepContext
 from keras_psplus.parameter_server.pulls import Pulls, ShardParts, WholeRead, parts_of, written_by
-from keras_psplus.parameter_server.replica_step import WorkerReplicaStep
+from keras_psplus.parameter_server.replica_step import BatchSums, WorkerReplicaStep
 from keras_psplus.parameter_server.state import WorkerVariable
 from keras_psplus.parameter_server.step_functions import StepFunctions, TracedStep, are_same
 from keras_psplus.parameter_server.traffic import CountedFunction, counted
@@ -188,13 +188,15 @@ class SyncFunction(NamedTuple):
 
     `push` sends what the worker's part keeps back, if that does not send gradients itself. `apply`,
     of an attempt's stamp, the number of gradients, a factor and the number of workers that fetch,
-    lets the optimizers apply the sums.
+    lets the optimizers apply the sums. `sums` has the chief compute what a share adds to sums over
+    the batch, if the step needs any.
     """
 
     step: TracedStep
     push: CountedFunction | None
     added: list[HandedOver]
     apply: Callable[..., Any]
+    sums: BatchSums | None = None
     overlap: Overlap | None = None
 
 
@@ -389,7 +391,8 @@ class SyncFunctions:
     def _replica_step(self, initial: tf.Tensor) -> WorkerReplicaStep:
         stamp = tf.cast(initial[-1], tf.int64)
         push = HandedOver if self._pushes_later else lambda *args: self._add(stamp, *args)
-        return WorkerReplicaStep(self._context.engine, initial[-2], push)
+        # How many sums there are is known when all is traced: the last one is the first.
+        return WorkerReplicaStep(self._context.engine, initial[-2], initial[-3::-1], push)
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:
         vector, _, notes = self._collect(trace, results)
@@ -427,7 +430,7 @@ class SyncFunctions:
             push, added = self._make_push(step)
 
         apply = self._on_chief(lambda *args: self._apply(added, *args), *aggregation.UPDATE_SPECS)
-        return SyncFunction(step, push, added, apply)
+        return SyncFunction(step, push, added, apply, _sums_of(step))
 
     def overlapping(self, function: SyncFunction, batch: Any) -> SyncFunction | None:
         """A step's functions that overlap with the next one; None if they cannot."""
@@ -490,6 +493,15 @@ class SyncFunctions:
 
         vars(call).update(concrete=concrete, origin=origin)
         return call
+
+
+def _sums_of(step: TracedStep) -> BatchSums | None:
+    replica_step, concrete = step.replica_step, step.concrete
+    if replica_step is None or not replica_step.asked:
+        return None
+    _, specs = concrete.structured_input_signature[0]
+    given = concrete.inputs[1 : len(concrete.inputs) - len(concrete.captured_inputs)]
+    return BatchSums(replica_step, given, specs)
 
 
 def _leaves(gradient: Gradient | None) -> tuple[tf.Tensor, ...]:

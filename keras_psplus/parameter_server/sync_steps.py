@@ -320,10 +320,12 @@ class SyncRunner(StepRunner):
     ) -> None:
         """Lets workers compute and add up the gradients of a step, and makes the update."""
         updates, scheduler = self._updates, self._context.scheduler
+        own = [function.sums(share) for function, share in calls if function.sums is not None]
+        sums = np.sum(own, 0) if own else np.zeros(0)
         update = updates.begin(function, attempt.stamp, len(calls), 1.0 / sum(weights))
         try:
             closures = [
-                self._start(attempt, share, call, weight, update, f"{about}, share {share}")
+                self._start(attempt, share, call, weight, sums, update, f"{about}, share {share}")
                 for share, (call, weight) in enumerate(zip(calls, weights))
             ]
             scheduler.wait_for(lambda: attempt.is_over or scheduler.queue.is_pausing)
@@ -349,6 +351,7 @@ class SyncRunner(StepRunner):
         share: int,
         call: _Call,
         weight: float,
+        sums: np.ndarray,
         update: StepUpdate,
         about: str,
     ) -> ReplicaStepClosure:
@@ -368,7 +371,9 @@ class SyncRunner(StepRunner):
                 attempt.finish(share, vector)
 
         assert self._totals is not None
-        initial = np.append(self._totals.next_for(share), [weight, attempt.stamp])
+        initial = np.concatenate(
+            [self._totals.next_for(share), sums[::-1], [weight, attempt.stamp]]
+        )
         closure = ReplicaStepClosure(
             functions,
             (tf.constant(initial), payload),

@@ -57,45 +57,67 @@ def fake(folder):
     return str(path)
 
 
+def program():
+    """The path of OpenSSH's server; None where it is not, or this is not root."""
+    found = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
+    return None if os.getuid() else found
+
+
+def make_keys(folder, port, has_key=True):
+    """Makes keys of a server and of a user in a folder; returns the server's options.
+
+    Args:
+        has_key: Whether the server knows the user's key.
+    """
+    pathlib.Path("/run/sshd").mkdir(exist_ok=True)  # Where the server gives up its rights.
+    for name in ("host", "own"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+        )
+    options = {
+        "Port": port,
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "own.pub" if has_key else "none",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PidFile": "none",
+        "MaxStartups": "100",
+        "Subsystem": "sftp internal-sftp",
+        "PermitRootLogin": "prohibit-password",
+    }
+    return ["-f", os.devnull, *(f"-o{name}={value}" for name, value in options.items())]
+
+
+def client(folder, *words):
+    """The command of a user with the folder's keys, for a shell."""
+    known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}"]
+    ssh = [shutil.which("ssh"), *words, "-i", str(folder / "own"), "-F", os.devnull, *known]
+    return shlex.join(ssh)
+
+
 @contextlib.contextmanager
 def server(folder):
     """Runs a server on all addresses; gives the command that logs in, as for `--ssh`.
 
     Without OpenSSH's server, it is a program that runs the command here.
     """
-    program = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
-    if program is None or os.getuid():
+    if program() is None:
         yield fake(folder)
         return
-    pathlib.Path("/run/sshd").mkdir(exist_ok=True)  # Where the server gives up its rights.
-    for name in ("host", "own"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
-        )
     (port,) = free_ports(1)
-    options = {
-        "Port": port,
-        "HostKey": folder / "host",
-        "AuthorizedKeysFile": folder / "own.pub",
-        "StrictModes": "no",
-        "UsePAM": "no",
-        "PidFile": "none",
-        "MaxStartups": "100",
-        "PermitRootLogin": "prohibit-password",
-    }
-    words = [f"-o{name}={value}" for name, value in options.items()]
+    options = make_keys(folder, port)
+    ssh = client(folder, "-p", str(port))
     with open(folder / "sshd.log", "w") as log:
-        process = subprocess.Popen([program, "-D", "-e", "-f", os.devnull, *words], stderr=log)
-    ssh = ["ssh", "-p", str(port), "-i", str(folder / "own"), "-F", os.devnull]
-    ssh += ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}"]
+        process = subprocess.Popen([program(), "-D", "-e", *options], stderr=log)
     try:
         for _ in range(100):
-            if subprocess.run([*ssh, "127.0.0.1", "true"], capture_output=True).returncode == 0:
+            trial = [*shlex.split(ssh), "127.0.0.1", "true"]
+            if subprocess.run(trial, capture_output=True).returncode == 0:
                 break
             time.sleep(0.1)
         else:
             raise AssertionError((folder / "sshd.log").read_text())
-        yield shlex.join(ssh)
+        yield ssh
     finally:
         process.kill()
         process.wait()

@@ -169,7 +169,7 @@ def configs(draw):
 
 
 @given(configs())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_round_trip(config):
     assert read_task_config({"TF_CONFIG": config.to_tf_config()}) == config
     assert len(config.peers()) == len(config.tasks()) - 1

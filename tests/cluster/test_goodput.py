@@ -66,8 +66,8 @@ def test_a_start_that_repeats_steps(tmp_path, clock):
     assert (summary["start_s"], summary["restart_s"]) == (10, 13)
     assert summary["training_s"] == 6 and summary["goodput"] == round(6 / 40, 4)
     assert (summary["repeated_s"], summary["repeated_steps"], summary["restarts"]) == (2, 2, 1)
-    parts = [summary[f"{name}_s"] for name in ("tracing", "saves", "evaluation", "other")]
-    assert parts == [5, 1, 1, 2]
+    parts = [summary[f"{name}_s"] for name in ("tracing", "saves", "evaluation", "end", "other")]
+    assert parts == [5, 1, 1, 2, 0]
     assert sum(v for n, v in summary.items() if n.endswith("_s") and n != "wall_s") == 40
     text = goodput.describe(summary)
     assert text.startswith("goodput 15%: new steps took 6.0 s of 40.0 s; start 10.0 s, ")
@@ -80,5 +80,5 @@ def test_starts_that_never_train():
     old = Account(1.0, 2.0, (1.0, 0.0, 0.0), 0.0, {})
     whole.add(old, 6.0)  # of the start before
     summary = whole.summary(10.0)
-    assert (summary["start_s"], summary["restart_s"], summary["other_s"]) == (4, 2, 4)
+    assert (summary["start_s"], summary["restart_s"], summary["end_s"]) == (4, 2, 4)
     assert summary["goodput"] == 0

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -160,6 +161,16 @@ def test_task_at_anothers_address_is_named():
         mine, theirs, expected="worker-1"
     )
     assert conflict(mine, theirs, expected="worker-2") is None
+
+
+def test_other_versions_are_named():
+    cluster = make_cluster(2)
+    mine, theirs = (PeerIdentity.of(TaskConfig(cluster, "worker", rank)) for rank in range(2))
+    assert conflict(mine, theirs) is None
+    theirs = dataclasses.replace(theirs, versions=theirs.versions.replace("Keras 3", "Keras 4"))
+    said = conflict(mine, theirs)
+    assert "have different versions: worker-0 has keras_psplus " in said and "Keras 4" in said
+    assert conflict(mine, dataclasses.replace(theirs, versions="")) is None
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,9 @@ def test_doctor_says_what_would_fail(ssh, tmp_path):
     assert f"127.0.0.1 cannot listen on port {port}: Address already in use" in out, out
     # The other ports are open, both ways.
     assert "cannot reach" not in out and "1 problem(s)" in out, out
+    links = re.findall(r"^  (\S+ -> \S+) +[\d,.]+ Mbit/s, round trip [\d.]+ ms$", out, re.MULTILINE)
+    names = [host.partition(":")[0] for host in hosts.split(",")]
+    assert sorted(links) == [f"{a} -> {b}" for a in names for b in names if a != b], out
     out, _ = unknown.communicate(timeout=60)
     assert unknown.returncode == 1 and "no-such-host.invalid NO ANSWER" in out, out
     assert "Could not resolve hostname" in out or ssh.endswith("/ssh"), out

@@ -34,7 +34,7 @@ REST = [
 ALL = [*FEW, *REST]
 REDUCIBLE = [c for c in ALL if c.reducible]
 
-few = settings(max_examples=20, deadline=None, derandomize=True)
+few = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 def arrays(max_side=70, bound=1e6, min_dims=1, max_dims=2):

@@ -1,6 +1,8 @@
 """Iterators are destroyed by threads of their own, whoever drops them last."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -8,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from keras_psplus.core import data_position
+from tests.support.jobs import environment
 
 
 @pytest.fixture
@@ -15,7 +18,7 @@ def releaser(monkeypatch):
     """A releaser without its thread, and the names of the threads in which handles are dropped."""
     releaser = data_position._Releaser()
     releaser._is_running = True
-    monkeypatch.setattr(data_position, "_releaser", releaser)
+    monkeypatch.setattr(data_position, "releaser", releaser)
     return releaser
 
 
@@ -128,3 +131,25 @@ def test_an_iterator_made_at_the_end_of_the_process_is_left_to_python(
     no_thread_can_be_started(monkeypatch)
     assert [int(x) for x in data_position.ReleasedDataset(tf.data.Dataset.range(3))] == [0, 1, 2]
     assert releaser.kept == []
+
+
+FILE_IN_A_CYCLE = """
+import sys
+import keras_psplus as psp
+
+class Log:
+    def __init__(self):
+        self.me, self.file = self, open(sys.argv[1], "w")
+
+psp.MultiWorkerMirroredStrategy()
+log = Log()
+log.file.write("written")
+"""
+
+
+@pytest.mark.processes
+def test_open_files_are_written_at_the_end(tmp_path):
+    (tmp_path / "script.py").write_text(FILE_IN_A_CYCLE)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "log")]
+    subprocess.run(command, env=environment(), check=True, timeout=100)
+    assert (tmp_path / "log").read_text() == "written"

@@ -97,6 +97,17 @@ def programs():
     return found
 
 
+def shows(line, printed, position=0):
+    """The match of a page's line in an output, from a position on; None if it is not there.
+
+    `...` in it stands for anything within a line, and so does a space for several.
+    """
+    pattern = r"[^\n]*".join(
+        r"\s+".join(map(re.escape, part.split(" "))) for part in line.split("...")
+    )
+    return re.compile(pattern).search(printed, position)
+
+
 def _block(page, token):
     if token.type == "code_block":
         return Block(page, token.map[0], "shell", token.content)

@@ -1,4 +1,4 @@
-"""Every link within README.md and docs/*.md leads somewhere, in the repository and on the site.
+"""Every link within the manual, README.md and CHANGELOG.md leads somewhere, also on the site.
 
 Tables end where they should.
 """
@@ -41,7 +41,9 @@ def links(page):
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
-@for_each("page", pages.PAGES)
+@for_each(
+    "page", [*pages.PAGES, *(pages.ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
+)
 def test_links_lead_somewhere(page):
     for link in links(page):
         path, _, anchor = link.partition("#")

@@ -115,10 +115,7 @@ def assert_shows(expected, printed):
     """Whether the lines of a page are in an output, one after the other."""
     position = 0
     for line in expected.splitlines():
-        pattern = r"[^\n]*".join(
-            r"\s+".join(map(re.escape, part.split(" "))) for part in line.split("...")
-        )
-        found = re.compile(pattern).search(printed, position)
+        found = pages.shows(line, printed, position)
         assert found, f"no {line!r} behind what is before it in:\n{printed}"
         position = found.end()
 

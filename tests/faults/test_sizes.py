@@ -1,7 +1,7 @@
 """A job goes on with other numbers of parameter servers, workers or stages, at the very step.
 
-`make test` has those of three strategies here, that of `HybridStrategy` in tests/hybrid, and those
-of `shard=` and `ModelParallelStrategy` in tests/sharding and tests/tensor_parallel.
+`make test` has those of three strategies here, and those of `shard=` and `ModelParallelStrategy` in
+tests/sharding and tests/tensor_parallel.
 """
 
 import json
@@ -54,8 +54,8 @@ def run(name, folder, tasks, *options):
 @pytest.mark.parametrize(
     "name",
     [
-        *("all_reduce", "pipeline"),
-        *extended("all_reduce_of_three", "sync", "hybrid", "mirrored", "placement", "async"),
+        *("all_reduce", "hybrid", "pipeline"),
+        *extended("all_reduce_of_three", "sync", "mirrored", "placement", "async"),
     ],
 )
 def test_a_job_that_is_killed_resumes_in_another_cluster(name, tmp_path):

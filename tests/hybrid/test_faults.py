@@ -59,7 +59,7 @@ def check_names_lost_server(result, name="ps-1"):
 
 
 # The second has a train_step with optimizers and a count of its own, and reads rows ahead.
-@pytest.mark.parametrize("own", [0, *extended(1)])
+@pytest.mark.parametrize("own", extended(0, 1))
 def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
     args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1")
     args += ("own=1", "prefetch=1") * own

@@ -25,9 +25,12 @@ _SOMEWHERE = {
         perplexity_of_keras_hub mixed_precision_skips_overflow own_loss_with_an_empty_replica
         ragged_and_sparse_rows
     """,
-    "sync servers, cut": "positions_of_tokens adamw_with_schedule_and_average",
+    "sync servers, cut": """
+        positions_of_tokens adamw_with_schedule_and_average masked_sequence_loss
+        mean_with_sample_weight
+    """,
     "async servers, cut": """
-        callbacks_between_the_steps masked_sequence_loss global_clipnorm several_steps_in_a_loop
+        callbacks_between_the_steps global_clipnorm several_steps_in_a_loop
         embeddings_of_several_widths outputs_of_predict
         metrics_that_replace_or_have_several_results
     """,
@@ -416,3 +419,19 @@ def copy_of_a_model():
     compiled(copy, keras.optimizers.SGD(0.05), "mse")
     copy, second = fitted(copy, *_rows())
     return copy, first | {f"{name}/2": value for name, value in second.items()}
+
+
+@script("programs", saves=False)
+def table_for_any_id():
+    """Plain Keras has one of a fixed size, of which training touches all rows."""
+    ids, start = keras.Input((5,), dtype="int32"), keras.initializers.Constant(0.05)
+    if tf.distribute.has_strategy():
+        import keras_psplus as psp
+
+        table = psp.layers.DynamicEmbedding(4, initializer=start, name="table")
+    else:
+        table = L.Embedding(12, 4, start, name="table")
+    model = keras.Model(ids, L.Dense(2, name="head")(L.Flatten()(table(ids))))
+    # Others square repeated ids one by one in plain Keras.
+    compiled(model, keras.optimizers.SGD(0.3), "mse")
+    return trained(model, integers(ROWS, 5, below=12), numbers(ROWS, 2, seed=1))

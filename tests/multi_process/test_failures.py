@@ -12,7 +12,7 @@ import pytest
 import keras_psplus
 from keras_psplus.cluster.config import ClusterConfigError
 from keras_psplus.cluster.processes import LocalCluster
-from tests.support.jobs import environment, run_in_processes, wait_for
+from tests.support.jobs import environment, launch, run_in_processes, wait_for
 from tests.support.tiers import extended
 
 SOURCE = pathlib.Path(__file__).with_name("failing_job.py")
@@ -71,6 +71,30 @@ def test_leader_that_raises_while_the_other_waits_outside_of_a_step():
 @pytest.mark.processes
 def test_worker_that_leaves_in_the_middle():
     assert_survivors_name(run_job("leave"), "worker-1", ["worker-0"])
+
+
+@pytest.mark.extended
+@pytest.mark.processes
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_what_the_chief_alone_calls(tmp_path, call):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import keras\n"
+        "import numpy as np\n"
+        "import keras_psplus as psp\n"
+        "strategy = psp.strategy_from_env()\n"
+        "with strategy.scope():\n"
+        "    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "x = np.ones((64, 4))\n"
+        "if strategy.is_chief:\n"
+        f"    model.{call}(x, x[:, :1], batch_size=16, verbose=0)\n"
+    )
+    output = launch("--workers=2", script, exit_code=1, timeout=LIMIT)
+    assert (
+        "worker-1: the script had ended there with exit code 0, while worker-0 still trained. All "
+        "workers call fit, evaluate and predict; "
+    ) in output
 
 
 @pytest.mark.processes

@@ -104,13 +104,13 @@ def broken_off(strategy, folder):
     with options(strategy), strategy.scope():
         for last in [dynamic_job.BreakOff()], []:
             backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
-            publish = psp.callbacks.PublishTables(folder / "published", every=2)
+            publish = psp.serving.PublishTables(folder / "published", every=2)
             with contextlib.suppress(InterruptedError):
                 model, table, found = train("counted", backup, publish, *last)
         found |= dynamic_job.contents(model, table)
         reader = psp.serving.TableReader(folder / "published", poll=None)
         np.testing.assert_array_equal(reader.lookup(table.keys), table.table.numpy())
-        assert len(reader) == len(table.keys)
+        assert reader.count() == len(table.keys)
         model.export(folder / "exported", verbose=False)
         exported = tf.saved_model.load(folder / "exported")
         np.testing.assert_allclose(exported.serve(ids), found["predicted"], atol=1e-6)

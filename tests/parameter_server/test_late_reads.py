@@ -1,4 +1,4 @@
-"""Steps that read what they have updated: as in one process, or refused by name."""
+"""Steps that need more than a worker has: as in one process, or refused by name."""
 
 import keras
 import numpy as np
@@ -116,6 +116,68 @@ def changed_in_apply():
     with pytest.raises(ValueError, match=r"update_step(.|\n)*Received: Halved.apply\(\)") as error:
         halved(True)
     return {"message": str(error.value)}
+
+
+class Counting(keras.Sequential):
+    """Counts steps, in a weight of its own or in a variable beside the layers."""
+
+    def __init__(self, is_weight):
+        super().__init__([keras.Input((3,)), keras.layers.Dense(2)])
+        options = {"name": "count", "shape": (), "initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(**options) if is_weight else keras.Variable(**options)
+
+    def train_step(self, data):
+        self.count.assign_add(1.0)
+        return super().train_step(data)
+
+
+def counted(is_weight):
+    model, _ = fitted(Counting(is_weight))
+    return model, {"count": np.asarray(model.count)}
+
+
+def refused_count():
+    with pytest.raises(ValueError, match=r"each would write(.|\n)*writes to count$"):
+        counted(is_weight=False)
+    return {}
+
+
+def test_a_step_is_counted_once_or_refused():
+    equals_one_process("sync_threads", counted, is_weight=True)
+    run("sync_threads", refused_count, may_show_errors=True)
+
+
+class Positive(keras.layers.Layer):
+    """Masks what is not positive."""
+
+    supports_masking = True
+
+    def compute_mask(self, inputs, mask=None):
+        return inputs[..., 0] > 0
+
+    def call(self, inputs):
+        return inputs
+
+
+def masked(by_weights):
+    layers = [keras.Input((3, 2)), Positive(), keras.layers.Dense(2)]
+    model = keras.Sequential([layers[0], *layers[1 + by_weights :], *layers[1 : 1 + by_weights]])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.default_rng(0).normal(size=(20, 3, 2)).astype("float32")
+    history = model.fit(x, x, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+    return model, {"loss": history["loss"]}
+
+
+def refused_mask():
+    with pytest.raises(ValueError, match="the chief computes before the workers begin") as error:
+        masked(by_weights=True)
+    return {"message": str(error.value)}
+
+
+def test_masks_count_in_the_whole_batch_or_are_refused():
+    equals_one_process("sync_threads", masked, by_weights=False)
+    message = str(run("sync_threads", refused_mask, may_show_errors=True).first["message"])
+    assert "with what Identity" in message or "ReadVariableOp" in message, message
 
 
 def test_gradients_are_changed_in_the_optimizer_s_update():

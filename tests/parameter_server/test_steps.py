@@ -318,10 +318,10 @@ def an_error_does_not_hold_up_the_next_training(strategy):
 @pytest.mark.parametrize(
     "case",
     [
-        every_overlapping_step_counts_once,
         sums_of_gradients_do_not_overlap,
         residuals_of_overlapping_steps_are_kept,
         an_error_does_not_hold_up_the_next_training,
+        *extended(every_overlapping_step_counts_once),
     ],
     ids=lambda case: case.__name__,
 )

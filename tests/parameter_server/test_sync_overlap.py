@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_psplus.parameter_server import context
 from tests.parameter_server.options import options
+from tests.parameter_server.test_late_reads import masked
 from tests.support.cluster import equals_one_process
 from tests.support.tiers import extended
 
@@ -246,12 +247,22 @@ def a_function_that_writes_ends_it(strategy):
     return trained(strategy, callbacks=[Halving()], epochs=1, overlapped=range(2)), {}
 
 
+@overlap
+def masks_are_counted_in_the_whole_batch(strategy):
+    before = overlapped_steps(strategy)
+    with scope(strategy):
+        model, logs = masked(by_weights=False)
+    assert strategy is None or overlapped_steps(strategy) > before
+    return model, logs
+
+
 @pytest.mark.parametrize(
     "case",
     [
         first_steps_are_measured_with_and_without,
         almost_all_steps_overlap_and_bytes_are_those_of_one_read_a_step,
         *extended(
+            masks_are_counted_in_the_whole_batch,
             callbacks_may_write,
             steps_are_counted_with_the_present_one,
             an_error_changes_no_weight,

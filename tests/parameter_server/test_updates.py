@@ -87,7 +87,9 @@ def looked_at(strategy):
     return named("weights", look.weights)
 
 
-@pytest.mark.parametrize("case", [accumulated_by_keras, looked_at], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [looked_at, *extended(accumulated_by_keras)], ids=lambda case: case.__name__
+)
 def test_equals_one_process(case):
     equals_one_process("async_threads", case, tolerance=2e-6)
 

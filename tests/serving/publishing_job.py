@@ -1,12 +1,13 @@
-"""Training under `HybridStrategy` that publishes its table and exports its model.
+"""Training in one process that publishes its model at each step, and dies within a version.
 
 publishing_job.py FOLDER
 
-After the fourth step it waits until another process has looked rows up.
+After the last step it waits until another process has seen that step's version.
 """
 
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -14,55 +15,78 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import keras_psplus as psp
 
-STEPS, BATCH, WAITED = 8, 16, 4
+STEPS, BATCH = 10, 16
+IDS = np.random.default_rng(1).integers(-(2**62), 2**62, 60)
+
+
+def build(**table):
+    """Model with two tables for any id, one of a fixed size, and other weights."""
+    ids = keras.Input((3,), dtype="int64", name="ids")
+    parts = [
+        psp.layers.DynamicEmbedding(4, combiner="sum", name=name, **table)(ids)
+        for name in ("published_a", "published_b")
+    ]
+    fixed = keras.layers.Embedding(7, 2, name="published_fixed")(ids % 7)
+    parts.append(keras.layers.Lambda(lambda rows: keras.ops.sum(rows, 1), (2,))(fixed))
+    model = keras.Model(ids, keras.layers.Dense(1, name="out")(keras.layers.Concatenate()(parts)))
+    model.compile(keras.optimizers.Adagrad(0.3), "mse")
+    return model
+
+
+def batches(steps=STEPS):
+    """Ids of which some are new in each step."""
+    random = np.random.default_rng(0)
+    first = np.arange(steps * BATCH)[:, np.newaxis] // BATCH * 6
+    return IDS[(first + random.integers(0, 18, (steps * BATCH, 3))) % 60], np.ones([steps * BATCH])
+
+
+def weights_of(model):
+    """All that the model computes with, by names."""
+    found = {"fixed": model.get_layer("published_fixed").embeddings.numpy()}
+    for name in "a", "b":
+        layer = model.get_layer(f"published_{name}")
+        found |= {f"keys_{name}": layer.keys, f"rows_{name}": layer.table.numpy()}
+    kernel, bias = model.get_layer("out").variables
+    return found | {"kernel": kernel.numpy(), "bias": bias.numpy()}
+
+
+def outputs(weights, ids):
+    """What the model computes with these weights."""
+    parts = []
+    for name in "a", "b":
+        rows = dict(zip(weights[f"keys_{name}"].tolist(), weights[f"rows_{name}"]))
+        parts.append([sum(rows.get(one, np.zeros(4)) for one in line) for line in ids.tolist()])
+    parts.append(weights["fixed"][ids % 7].sum(1))
+    return np.concatenate(parts, 1) @ weights["kernel"] + weights["bias"]
 
 
 def main():
     folder = pathlib.Path(sys.argv[1])
-    strategy = psp.HybridStrategy()
-    random = np.random.default_rng(0)
-    keys = random.integers(-(2**62), 2**62, 60)
-    first = np.arange(STEPS * BATCH)[:, np.newaxis] // BATCH * 6
-    x = keys[(first + random.integers(0, 18, (STEPS * BATCH, 3))) % 60]
-    dataset = tf.data.Dataset.from_tensor_slices((x, np.ones([len(x), 1]))).batch(BATCH)
-    with strategy.scope():
-        ids = keras.Input((3,), dtype="int64", name="ids")
-        expire = psp.tables.Unused(steps=3)
-        table = psp.layers.DynamicEmbedding(4, combiner="sum", expire=expire, name="t")
-        model = keras.Model(ids, keras.layers.Dense(1)(table(ids)))
-        model.compile(keras.optimizers.Adagrad(0.3), "mse")
+    model = build(expire=psp.tables.Unused(steps=3))
 
-    ended = []
+    def note(batch, logs):
+        np.savez(folder / f"{batch + 1}.npz", **weights_of(model))
+        time.sleep(0.2)
 
-    def wait(batch, logs):
-        if batch + 1 == WAITED and strategy.is_chief:
-            rows = table.table.numpy()
-            np.savez(folder / "now.npz", keys=table.keys, rows=rows, ended=ended)
-            os.rename(folder / "now.npz", folder / "model.npz")
-            end = time.monotonic() + 120
-            while not (folder / "seen.npz").exists() and time.monotonic() < end:
-                time.sleep(0.05)
+    def die_in_the_middle(batch, logs):
+        while batch == STEPS - 1 and not (folder / "seen").exists():
+            time.sleep(0.02)
+        if batch == STEPS - 1:
+            write = np.save
+            # The last file of the second table.
+            np.save = lambda path, array: (
+                os.kill(os.getpid(), signal.SIGKILL) if "1-gone" in path else write(path, array)
+            )
 
-    publish = psp.callbacks.PublishTables(folder / "published", every=1)
+    publish = psp.serving.PublishTables(folder / "published", every=1, model=True)
     of_batch = keras.callbacks.LambdaCallback
-    noting = of_batch(on_train_batch_end=lambda batch, logs: ended.append(time.time()))
-    callbacks = [noting, publish, of_batch(on_train_batch_end=wait)]
-    model.fit(dataset, verbose=0, callbacks=callbacks)
-    model.export(folder / "served" / "1")
-    some = np.stack([keys[:20], keys[20:40], keys[40:]], 1)
-    predicted = model.predict(some, verbose=0)
-    if strategy.is_chief:
-        np.savez(
-            folder / "end.npz",
-            ids=some,
-            predicted=predicted,
-            keys=table.keys,
-            rows=table.table.numpy(),
-        )
+    callbacks = [of_batch(on_train_batch_end=note), publish]
+    callbacks.append(of_batch(on_train_batch_end=die_in_the_middle))
+    x, y = batches(STEPS + 1)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 if __name__ == "__main__":

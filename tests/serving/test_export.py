@@ -85,18 +85,18 @@ def test_a_table_that_stays_outside_is_given_by_rows(tmp_path):
     model.compile("adam", "mse")
     known = random.integers(-(2**62), 2**62, (30, 3))
     x = tf.constant(known), tf.constant([f"word {i}" for i in range(30)])
-    publish = psp.callbacks.PublishTables(tmp_path / "published")
+    publish = psp.serving.PublishTables(tmp_path / "published")
     model.fit(x, np.ones([30, 1]), verbose=0, callbacks=[publish])
     names = ["ids/table", "texts/table"]
     psp.serving.export(model, tmp_path / "served", outside=names)
     loaded = tf.saved_model.load(tmp_path / "served")
     some = tf.concat([x[0][:4], x[0][:4] + 1], 0), tf.concat([x[1][:4], ["new"] * 4], 0)
     needed, given = loaded.keys(some), []
+    reader = psp.serving.TableReader(tmp_path / "published", poll=None)
     for name in names:
-        reader = psp.serving.TableReader(tmp_path / "published", name, poll=None)
         # Where more is given, and in another order.
-        keys = np.concatenate([reader._state.segments.every[0].keys, needed[name]])
-        given += [keys, reader.lookup(keys)]
+        keys = np.concatenate([reader._latest.tables[name].every[0].keys, needed[name]])
+        given += [keys, reader.lookup(keys, name)]
     expected = model.predict(some, verbose=0)
     np.testing.assert_allclose(loaded.serve(some, *given), expected, atol=1e-6)
     names = "a", "b", "ids_table_keys", "ids_table_rows", "texts_table_keys", "texts_table_rows"

@@ -62,6 +62,7 @@ def test_accumulated_updates_equal_those_of_one_process():
     equals_one_process("all2", cases.accumulated, name="muon")
 
 
+@pytest.mark.extended
 def test_compressed_training_learns_as_much():
     # Backward needs the first kernel again, and the second is still there.
     check_compressed("all2", lambda numbers, encoded: encoded / 2 + numbers + 64 * 96)

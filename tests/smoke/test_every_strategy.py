@@ -1,7 +1,7 @@
 """A short look at every strategy: `fit`, `evaluate`, `predict` and `save` equal one process.
 
-No job shows a traceback, at its end neither. `make test-fast` and `make test-versions` run this;
-the other tests look at each of them closely.
+No job shows a traceback, at its end neither. `make test-versions` runs this, and `make test-fast`
+two of them; the other tests look at each closely.
 """
 
 import json
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.jobs import run_in_processes, run_script
+from tests.support.tiers import extended
 
 JOB = pathlib.Path(__file__).with_name("job.py")
 # Tasks of each, and those of them that end with results.
@@ -33,7 +34,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all_reduce", "async_parameter_server"),
+        *extended("sync_parameter_server", "pipeline", "hybrid"),
+    ],
+)
 def test_it_equals_one_process(name, folder):
     tasks, processes = STRATEGIES[name]
     env = {"KERAS_PSPLUS_JSON_LOG": str(folder / f"{name}.jsonl")}

@@ -324,6 +324,9 @@ class _Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # Their logs then show where each thread is.
         time.sleep(1)
+        code = self._process.poll() if self._process is not None else None
+        if code is not None:
+            problem += f", exit code {code}."
         message = self._shown(problem, errors)
         self._kill()
         raise _Ended(message)

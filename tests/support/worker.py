@@ -46,7 +46,8 @@ _LOST = (
 
 
 def main(layout, path):
-    # The log of a task that hangs shows where.
+    # The log of a task that crashes or hangs shows where.
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     strategy = LAYOUTS[layout].make()
     task = getattr(strategy, "task", None)

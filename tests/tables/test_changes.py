@@ -45,7 +45,7 @@ def check(follower, servers):
 
 
 def test_changes_add_up_to_the_table():
-    servers = Servers(expire=tables.Capacity(9) | tables.Norm(0.3), count=2)
+    servers = Servers(expire=tables.Capacity(9), count=2)
     often, seldom = Follower(servers), Follower(servers)
     gone = sent = 0
     for step, (keys, gradient) in enumerate(batches()):

@@ -1,13 +1,16 @@
-"""Versions of tables in a folder: what a reader finds, whatever happens to the writer."""
+"""Versions of a model in a folder: what a reader finds, whatever happens to the writer."""
 
 import contextlib
 import json
 import os
+import re
+import shutil
 import threading
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_psplus as psp
 from keras_psplus.files import integrity
@@ -15,6 +18,7 @@ from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables import versions
 from keras_psplus.tables.snapshot import Changes
 from keras_psplus.tables.versions import VersionWriter
+from tests.support.jobs import wait_for
 
 DIM = 2
 SPEC = {
@@ -30,29 +34,52 @@ def changes(keys, gone=(), is_whole=False, value=1.0):
     return Changes(keys, rows, np.array(gone, np.int64), is_whole, ())
 
 
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """Function that writes a model, which adds a weight to rows of distinct ids."""
+    module, folder = tf.Module(), tmp_path_factory.mktemp("model") / "saved"
+    specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.float32)
+    rows = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, DIM], tf.float32)
+
+    @tf.function(input_signature=specs)
+    def keys(ids, weight):
+        return {"t": ids}
+
+    @tf.function(input_signature=[*specs, *rows])
+    def serve(ids, weight, keys, rows):
+        found = tf.equal(ids[:, tf.newaxis], keys)
+        return tf.matmul(tf.cast(found, tf.float32), rows) + weight
+
+    module.keys, module.serve = keys, serve
+    tf.saved_model.save(module, folder)
+    return lambda path: shutil.copytree(folder, path)
+
+
 class Published:
     """A folder with versions, and the rows that they come to."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, save=None):
         self.folder, self.rows = str(folder), {}
-        self.writer = VersionWriter(self.folder, {"t": SPEC})
+        self.writer = VersionWriter(self.folder, {"t": SPEC}, save)
 
-    def write(self, *args, **kwargs):
+    def write(self, *args, weight=0.0, **kwargs):
         one = changes(*args, **kwargs)
         rows = {} if one.is_whole else dict(self.rows)
         for key in one.gone.tolist():
             rows.pop(key, None)
         rows |= dict(zip(one.keys.tolist(), one.rows))
         self.next = rows
-        self.writer.write([one], step=7)
+        self.writer.write([one], step=7, weights=[np.float32(weight)])
         self.rows = rows
 
 
-def check(reader, rows, keys=range(-5, 400)):
+def check(reader, rows, keys=range(-5, 400), weight=None):
     keys = np.array(list(keys))
-    expected = [rows.get(key, np.zeros(DIM)) for key in keys.tolist()]
+    expected = np.array([rows.get(key, np.zeros(DIM)) for key in keys.tolist()], np.float32)
     np.testing.assert_array_equal(reader.lookup(keys), expected)
-    assert len(reader) == len(rows)
+    assert reader.count() == len(rows)
+    if weight is not None:
+        np.testing.assert_array_equal(reader.model()(keys), expected + np.float32(weight))
 
 
 def test_a_reader_follows_versions(tmp_path):
@@ -66,7 +93,7 @@ def test_a_reader_follows_versions(tmp_path):
         assert reader.refresh() and not reader.refresh()
         check(reader, published.rows)
     check(psp.serving.TableReader(tmp_path, poll=None), published.rows)
-    assert len(reader._state.segments.every) < 8
+    assert len(reader._latest.tables["t"].every) < 8
     before = reader.version
     # One whose files the writer deletes meanwhile has the last generation still.
     for value in (2.0, 3.0):
@@ -129,37 +156,41 @@ def killed_at(point):
         yield
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_a_kill_at_any_point_leaves_a_whole_version(tmp_path, is_whole):
+@pytest.mark.parametrize("is_whole, has_new_model", [(False, True), (True, False)])
+def test_a_kill_at_any_point_leaves_a_whole_version(tmp_path, save, is_whole, has_new_model):
     """As many points as there are: writes, waits for the disk, renames, deletions."""
     points, survived, new = 0, False, 0
     while not survived:
         folder = tmp_path / f"{points}"
         folder.mkdir()
-        published = Published(folder)
-        published.write(range(9), is_whole=True)
-        published.write([1, 30], gone=[2])
-        published.write([4], is_whole=True)
+        published = Published(folder, save)
+        published.write(range(9), is_whole=True, weight=1)
+        published.write([1, 30], gone=[2], weight=2)
+        published.write([4], is_whole=True, weight=3)
         reader = psp.serving.TableReader(folder, poll=None)
+        check(reader, published.rows, weight=3)
+        if has_new_model:
+            published.writer.model = None
         try:
             with killed_at(points):
-                published.write([1, 5], gone=[4], is_whole=is_whole, value=3.0)
+                published.write([1, 5], gone=[4], is_whole=is_whole, value=3.0, weight=4)
             survived = True
         except Killed:
             points += 1
         again = psp.serving.TableReader(folder, poll=None)
         new += again.version == 4
         rows = published.next if again.version == 4 else published.rows
-        check(again, rows)
+        check(again, rows, weight=again.version)
         reader.refresh()
-        check(reader, rows)
+        check(reader, rows, weight=again.version)
         # Another process goes on.
-        other = Published(folder)
+        other = Published(folder, save)
         assert other.writer.needs_whole
-        other.write([8], is_whole=True)
+        other.write([8], is_whole=True, weight=0.5)
         reader.refresh()
-        check(reader, other.rows)
-    assert points >= 8 and new >= 2
+        check(reader, other.rows, weight=0.5)
+        assert len([name for name in os.listdir(folder) if "-weights" in name]) == 2
+    assert points >= 9 and new >= 2
 
 
 def test_all_is_written_again_once_changes_are_many(tmp_path, monkeypatch):
@@ -191,11 +222,14 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     published = Published(tmp_path)
     published.write(range(9), is_whole=True)
     published.write([3], value=2.0)
-    with pytest.raises(ValueError, match="There are other tables in .*Received: name='u'"):
-        psp.serving.TableReader(tmp_path, "u")
     with pytest.raises(ValueError, match=r"Other tables are published.*Received: \[\('u', 2\)\]"):
         VersionWriter(str(tmp_path), {"u": SPEC})
     reader = psp.serving.TableReader(tmp_path, poll=None)
+    for act in (lambda: reader.lookup([1], "u"), lambda: reader.lookup({"u": [1]})):
+        with pytest.raises(ValueError, match="There are other tables in .*Received: name='u'"):
+            act()
+    with pytest.raises(ValueError, match="published without their model.*Received: version 2"):
+        reader.model()
     rows = dict(published.rows)
     whole = (tmp_path / versions.NAME).read_text()
     published.write([5], value=4.0)
@@ -221,6 +255,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
         lambda content: content.pop("tables"),
         lambda content: content["versions"][0]["tables"].clear(),
         lambda content: content["versions"].append(7),
+        lambda content: content.update(model={}),
     ):
         (tmp_path / versions.NAME).write_text(latest)
         rewrite(tmp_path, change)
@@ -237,7 +272,7 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     path = tmp_path / versions.file_name(3, 0, "rows")
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
-    refused("Version 3 of the table 't' is damaged.*SHA-256")
+    refused("Version 3 of what is published in .* is damaged.*0-rows.npy is not as.*SHA-256")
     path.unlink()
     refused("is missing")
     path.write_bytes(content)
@@ -246,6 +281,48 @@ def test_what_is_damaged_or_does_not_fit_is_refused(tmp_path, caplog):
     (tmp_path / versions.NAME).write_text(latest)
     assert reader.refresh()
     check(reader, published.rows)
+
+
+def test_a_reader_keeps_its_version_where_files_of_a_model_are_damaged(tmp_path, save, caplog):
+    published = Published(tmp_path, save)
+    published.write(range(9), is_whole=True, weight=1)
+    reader = psp.serving.TableReader(tmp_path, poll=None)
+    former, served = dict(published.rows), reader.model()
+    check(reader, former, weight=1)
+    published.writer.model = None
+    published.write([3], gone=[4], value=2.0, weight=2)
+    follower = None
+    for name in ("2-weights.bin", "2-model/saved_model.pb", "2-0-rows.npy"):
+        path = tmp_path / f"0000000{name}"
+        whole = path.read_bytes()
+
+        def refused(match):
+            for act in (reader.refresh, lambda: psp.serving.TableReader(tmp_path, None).model()):
+                with pytest.raises(ValueError, match=match):
+                    act()
+            check(reader, former)
+            np.testing.assert_array_equal(served([2, 99]), [[3, 4], [1, 1]])
+
+        for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+            path.write_bytes(damaged)
+            refused(f"2 of what is published.*damaged.*{re.escape(str(path))} is not as it was")
+        path.unlink()
+        refused(f"A file of the tables in .* is missing.*{re.escape(str(path))}")
+        if follower is None:
+            follower = psp.serving.TableReader(tmp_path, poll=0.01)
+            with pytest.raises(ValueError, match="is missing"):
+                follower.model()
+            assert follower.version == 2
+        path.write_bytes(whole)
+    assert reader.refresh() and served.version == 2
+    check(reader, published.rows, weight=2)
+    # By itself, with a warning, once.
+    follower.model()
+    (tmp_path / "manifest.json").write_text("{}")
+    wait_for(lambda: "stays at version 2" in caplog.text)
+    follower.close()
+    check(follower, published.rows)
+    assert caplog.text.count("stays at version 2") == 1
 
 
 def test_missing_keys_are_what_the_layer_says(tmp_path):

@@ -135,12 +135,14 @@ class Goodput:
     def summary(self, ended: float) -> dict[str, Any]:
         """Fields of the JSON log."""
         wall = max(ended - self._began, 1e-9)
-        known = {f"{name}_s": round(seconds, 3) for name, seconds in self._seconds.items()}
+        # What a script does after its last call, and the end of its processes.
+        spent = self._seconds | {"end": max(0.0, ended - self._last) if self._starts else 0.0}
+        known = {f"{name}_s": round(seconds, 3) for name, seconds in spent.items()}
         return {
             "goodput": round(self._seconds[TRAINING] / wall, 4),
             "wall_s": round(wall, 3),
             **known,
-            "other_s": round(max(0.0, wall - sum(self._seconds.values())), 3),
+            "other_s": round(max(0.0, wall - sum(spent.values())), 3),
             "repeated_steps": round(self._steps),
             "restarts": max(0, self._starts - 1),
         }
@@ -148,7 +150,7 @@ class Goodput:
 
 def describe(summary: dict[str, Any]) -> str:
     parts = []
-    for name in ("start", TRACING, "restart", REPEATED, SAVES, EVALUATION, "other"):
+    for name in ("start", TRACING, "restart", REPEATED, SAVES, EVALUATION, "end", "other"):
         seconds = summary[f"{name}_s"]
         if seconds >= 0.05:
             steps = f" ({summary['repeated_steps']} steps)" if name == REPEATED else ""

@@ -95,6 +95,14 @@ def become(request: dict[str, Any], files: list[int], set_by_modules: dict[str, 
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
+def flush_files() -> None:
+    """Flushes the open files of Python's that its garbage collector knows of."""
+    for each in gc.get_objects():
+        if issubclass(type(each), _FILE):
+            with contextlib.suppress(Exception):  # Closed, read-only, or its reader has gone.
+                each.flush()
+
+
 class Ending:
     """Exit of a fork as of Python, except that objects from before stay allocated.
 
@@ -127,10 +135,7 @@ class Ending:
         if self._code is None:
             return  # By Ctrl-C, of which Python itself makes a signal; or it is the server.
         # What was open before the fork is not among these.
-        for each in gc.get_objects():
-            if issubclass(type(each), _FILE):
-                with contextlib.suppress(Exception):  # Closed, read-only, or its reader has gone.
-                    each.flush()
+        flush_files()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

@@ -120,7 +120,7 @@ def _of_batch(
     if reduction == "sum":
         # Not a mean: the tape's factor must not touch it.
         return step.unscale_by_batch_fraction(loss)
-    if reduction == "mean_with_sample_weight" and sample_weight is not None and step.can_sum:
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
         # One process would divide by the weight of the whole batch.
         own = tf.cast(tf.reduce_sum(sample_weight), tf.float32)
         everything = step.sum_over_replicas([own])[0]
@@ -134,7 +134,7 @@ def apply_mask(call: Call) -> Any:
     weight, mask, reduction = call.proceed(), call.get("mask"), call.get("reduction")
     step = current_step_with_batch_fraction()
     is_mean = reduction in ("mean", "sum_over_batch_size")
-    if step is None or mask is None or not is_mean or not step.can_sum:
+    if step is None or mask is None or not is_mean:
         return weight
 
     def correction() -> tf.Tensor:

@@ -87,7 +87,7 @@ class ReplicaStep:
         raise NotImplementedError
 
     def sum_over_replicas(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums small tensors over all replicas, of a step that `can_sum`."""
+        """Sums scalars over all replicas; those of the batch alone, unless the step `can_sum`."""
         raise NotImplementedError
 
 
