@@ -337,7 +337,7 @@ def _save(
 
 @contextlib.contextmanager
 def _refusing_state(model: keras.Model) -> Iterator[None]:
-    """Context in which a model with a variable that its calls set is refused by name."""
+    """Context that refuses a model whose calls set a variable, by name."""
     try:
         yield
     except (AttributeError, KeyError) as error:

@@ -137,7 +137,7 @@ DECISIONS = [
             *("all-reduce", "two devices", "shard optimizer", "shard all", "tensor parallel"),
             *("pipeline", "XLA"),
         ),
-        "Its rows lie on servers: `HybridStrategy` trains dense weights as this strategy does.",
+        "Its rows lie on servers: use `HybridStrategy` or `ParameterServerStrategy`.",
         "dynamic_tables.md#strategies",
     ),
     Decision(
