@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--batch", type=int, default=BATCH, help="keys of a lookup or an update")
     parser.add_argument("--optimizer", default="sgd", help="Keras's name of it")
-    for what in ("--rows_dtype", "--slots_dtype"):
-        parser.add_argument(what, default="float32", choices=("float32", "bfloat16"))
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--rows_dtype", default="float32", choices=dtypes)
+    parser.add_argument("--slots_dtype", default="float32", choices=dtypes)
     flags = parser.parse_args()
     tuning.tune()
     tf.config.threading.set_intra_op_parallelism_threads(1)
