@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -267,7 +267,8 @@ class TableReader:
 
     def _arrays(self, version: dict[str, Any], table: int) -> dict[str, np.ndarray]:
         """Arrays of a version; those of a whole one stay on the disk until they are used."""
-        found, mode = {}, "r" if version["follows"] is None else None
+        mode: Literal["r"] | None = "r" if version["follows"] is None else None
+        found = {}
         for name, digest in version["tables"][table]["files"].items():
             array = np.load(self._checked_path(version, name, digest), mmap_mode=mode)
             found[name.rpartition("-")[2].removesuffix(".npy")] = np.asarray(array)
