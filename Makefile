@@ -13,6 +13,8 @@
 #   make mutants     whether tests find each of the faults of tests/faults_on_purpose; flags:
 #                make mutants MUTANTS="--only '*residual*'"
 #   make matrix      every name of Keras under every strategy; writes docs/works.md
+#   make first-hour     what the first page, the tutorial and the page of two machines say, done in
+#                an empty environment on two hosts of this machine (as root)
 #   make measure        seconds, processor time, processes and traced functions of each file of tests
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/, of the last commit or of a tag:
@@ -36,7 +38,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix measure coverage coverage-all structure wheel bench docs lint clean
+.PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix first-hour measure coverage coverage-all structure wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -80,6 +82,9 @@ test-fast: $(VENV)/stamp-test
 matrix: $(VENV)/stamp-test
 	-MATRIX=.matrix $(BIN)/python -m pytest -n 3 --dist loadgroup tests/matrix/test_matrix.py
 	$(BIN)/python tests/matrix/page.py .matrix tests/matrix/outcomes.md docs/works.md
+
+first-hour: $(VENV)/stamp-test
+	$(BIN)/python tests/docs/first_hour.py
 
 mutants: $(VENV)/stamp-test
 	$(BIN)/python tests/faults_on_purpose/run.py $(MUTANTS)

@@ -83,7 +83,7 @@ class FrozenTable(tf.Module):
 
 
 def quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as int8, and the float32 scale of each, by which its largest number is 127."""
+    """Rows as int8, each with the scale by which its largest is 127."""
     words, scales = np.zeros(rows.shape, np.int8), np.abs(rows).max(1) / np.float32(127)
     with np.errstate(invalid="ignore"):  # A row with what is no number is served as such.
         for first in range(0, len(rows), _CHUNK):
@@ -337,7 +337,7 @@ def _save(
 
 @contextlib.contextmanager
 def _refusing_state(model: keras.Model) -> Iterator[None]:
-    """Context in which a model with a variable that its calls set is refused by name."""
+    """Context that refuses a model whose calls set a variable, by name."""
     try:
         yield
     except (AttributeError, KeyError) as error:

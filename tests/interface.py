@@ -74,7 +74,9 @@ def changes(before, after):
     before, after = ({line.partition("(")[0]: line for line in lines} for lines in (before, after))
     found = {}
     for name in sorted(before.keys() | after.keys()):
-        if before.get(name) != after.get(name):
+        # Whoever names a class that is new, or gone, need not name what it has.
+        owner = name.rpartition(".")[0]
+        if before.get(name) != after.get(name) and (owner in before) == (owner in after):
             word = re.split(r"[. ]", name)[-1]
             if name in before and name in after and "--" not in name and not name.isupper():
                 parts = set(_parts(before[name])) ^ set(_parts(after[name]))

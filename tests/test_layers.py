@@ -48,7 +48,7 @@ pipeline: stages schedule boundary microbatches replicas traffic costs plan spli
 sharding: places variable exchange sums store weight units plan extended engine full_engine
 tensor_parallel: mesh group variable rules layer_calls plan engine strategy
 tables: policies keys rounding chunks index row_optimizer admission snapshot store files
-    row_variable local versions reader
+    row_variable local imports versions reader
 """
 LAYERS = [set(line.split()) for line in LAYERS.strip().splitlines()]
 FOLDERS = {

@@ -22,20 +22,16 @@ def test_what_is_public_changes_with_a_line_in_the_changelog():
 
 
 def test_changes_are_found_and_looked_for():
-    before = [
-        "psp.a(x, y=1)",
-        "psp.b.c",
-        "psp.d(x, y)",
-        "psp.e",
-        "keras-psplus run --ps(default=0)",
-    ]
-    after = ["psp.a(x, y=2, *, z=0)", "psp.d(y, x)", "psp.e", "keras-psplus run --ps(default=1)"]
+    flag = "keras-psplus run --ps"
+    before = "psp.a(x, y=1)|psp.b|psp.b.c|psp.d(x, y)".split("|") + [f"{flag}(default=0)"]
+    after = "psp.a(x, y=2, *, z=0)|psp.b|psp.d(y, x)|psp.f|psp.f.g".split("|")
+    after += [f"{flag}(default=1)"]
     changed = interface.changes(before, after)
     assert changed == {
-        **{"y": ["psp.a"], "z": ["psp.a"], "c": ["psp.b.c"], "d": ["psp.d"]},
-        "--ps": ["keras-psplus run --ps"],
+        **{"y": ["psp.a"], "z": ["psp.a"], "c": ["psp.b.c"], "d": ["psp.d"], "f": ["psp.f"]},
+        "--ps": [flag],
     }
-    text = "# Changelog\n\n## [2]\n\n- `a(y=2)`, `b.c`, z.\n- `run --ps`\n\n## [1]\n\n- `d`\n"
+    text = "# Changelog\n\n## [2]\n\n- `a(y=2)`, `b.c`, z.\n- `f`, `run --ps`\n\n## [1]\n\n- `d`\n"
     assert interface.unnamed(changed, text) == {"z": ["psp.a"], "d": ["psp.d"]}
 
 

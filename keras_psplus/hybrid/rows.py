@@ -46,7 +46,7 @@ class RowCodec:
     def of_pulls(
         cls, compressor: compression.Compressor | None, spec: Mapping[str, Any], id_bytes: int = 5
     ) -> "RowCodec":
-        """Codec of rows that are read, of a table's `spec`: in 16 bits if they are stored so."""
+        """Codec of rows that are read: in 16 bits if `spec` stores them so."""
         if compressor is None and spec.get("rows_dtype") == BFLOAT16:
             compressor = compression.Cast(BFLOAT16)
         return cls(compressor, spec["dim"], id_bytes)

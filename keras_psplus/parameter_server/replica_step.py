@@ -212,14 +212,15 @@ class WorkerReplicaStep(ReplicaStep):
         shared = [handle for handle, _ in self._graph.captures if id(handle) in written]
         for handle in shared if self.engine.strategy.num_workers > 1 else ():
             variable = self.engine.strategy.extended.by_handle.get(id(handle))
-            name = "a variable" if variable is None else path_of(variable)
+            if variable is None:
+                continue  # Of the rows of a dynamic table, which servers count once.
             raise ValueError(
                 'With `mode="sync"`, several workers take each step together, and each would write '
                 "to a variable on the parameter servers that is updated once in one process. Count "
                 "in a metric, keep state in what a layer makes by `add_weight(trainable=False)`, "
                 "of at most 65,536 elements, or write to it in a callback's "
                 '`on_train_batch_end`; or use `mode="async"` or MultiWorkerMirroredStrategy. '
-                f"Received: a `train_step` that writes to {name}"
+                f"Received: a `train_step` that writes to {path_of(variable)}"
             )
 
     def _refuse_read(self, optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:

@@ -266,9 +266,9 @@ class TableReader:
         return tables
 
     def _arrays(self, version: dict[str, Any], table: int) -> dict[str, np.ndarray]:
-        """Arrays of a version; those of a whole one stay on the disk until they are used."""
-        mode: Literal["r"] | None = "r" if version["follows"] is None else None
+        """Arrays of a version; those of a whole one are mapped from the disk."""
         found = {}
+        mode: Literal["r"] | None = "r" if version["follows"] is None else None
         for name, digest in version["tables"][table]["files"].items():
             array = np.load(self._checked_path(version, name, digest), mmap_mode=mode)
             found[name.rpartition("-")[2].removesuffix(".npy")] = np.asarray(array)

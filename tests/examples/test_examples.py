@@ -103,6 +103,34 @@ def test_stream(tmp_path):
     assert values("stream", alone("stream.py", *arguments)) == result
 
 
+@pytest.mark.extended
+def test_recommender(tmp_path):
+    def run(name, *others):
+        return "--days", "3", "--folder", str(tmp_path / name), *others
+
+    result = values("recommender", alone("recommender.py", *run("alone")))
+    assert result["hits"] > 0.2 and (result["users"], result["items"]) <= (300, 450)
+    found = values("recommender", together("recommender.py", *run("cluster")))
+    assert found == pytest.approx(result, abs=0.01)
+    # Killed on the second day, served, and started again.
+    arguments, served = run("killed"), ("--days", "3", "--serve", str(tmp_path / "killed"))
+    process = subprocess.Popen([sys.executable, str(EXAMPLES / "recommender.py"), *arguments])
+    wait_for(lambda: last_published(tmp_path / "killed/published/manifest.json") >= 48, TIMEOUT)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    before = values("recommender", alone("recommender.py", *served))
+    assert 48 <= before["step"] < 96 and before["hits"] > 0.15
+    assert values("recommender", alone("recommender.py", *arguments)) == result
+    # A process with TensorFlow alone, as the docstring says.
+    text = ast.get_docstring(ast.parse((EXAMPLES / "recommender.py").read_text()))
+    *code, call = re.findall(r"^ +>>> (.*)$", text, re.MULTILINE)
+    code = ["import sys, tensorflow as tf", *code, f"assert ({call}).shape == (1, 2)"]
+    code = "\n".join([*code, "assert 'keras_psplus' not in sys.modules"])
+    code = code.replace("recommender_files", str(tmp_path / "killed"))
+    subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT, check=True)
+
+
 def last_published(path):
     """The step of the last version of tables."""
     text = path.read_text() if path.exists() else ""

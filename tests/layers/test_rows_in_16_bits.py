@@ -86,7 +86,7 @@ def test_a_table_in_16_bits_is_saved_inserted_and_published(tmp_path):
 
     x, y = np.arange(40).reshape(20, 2) * 2**40, np.ones([20, 1])
     model, table = model_of()
-    publish = psp.callbacks.PublishTables(tmp_path / "published")
+    publish = psp.serving.PublishTables(tmp_path / "published")
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[publish])
     slots = [np.asarray(v) for v in model.optimizer.variables if v.shape == (0, 3)]
     assert len(slots) == 2 and all(map(of_bfloat16, [table.table.numpy(), *slots]))

@@ -132,6 +132,16 @@ DECISIONS = [
     ),
     Decision(
         "refused",
+        ("programs: table for any id",),
+        (
+            *("all-reduce", "two devices", "shard optimizer", "shard all", "tensor parallel"),
+            *("pipeline", "XLA"),
+        ),
+        "Its rows lie on servers: use `HybridStrategy` or `ParameterServerStrategy`.",
+        "dynamic_tables.md#strategies",
+    ),
+    Decision(
+        "refused",
         ("programs: clipped gradients",),
         ("sync servers", "sync servers, cut"),
         "A worker sees its part of a gradient alone: clip by the optimizer's arguments.",

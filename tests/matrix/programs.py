@@ -281,7 +281,8 @@ def remat():
     return _of(Recomputed())
 
 
-@script("programs")
+# Products of 16 bits, whose sums are taken in another order.
+@script("programs", tolerance=1e-4)
 def mixed_bfloat16_kept_in_float32():
     keras.config.set_dtype_policy("mixed_bfloat16")
     model = keras.Sequential([keras.Input((12,)), L.Dense(8), L.Dense(2, dtype="float32")])
@@ -419,3 +420,19 @@ def copy_of_a_model():
     compiled(copy, keras.optimizers.SGD(0.05), "mse")
     copy, second = fitted(copy, *_rows())
     return copy, first | {f"{name}/2": value for name, value in second.items()}
+
+
+@script("programs", saves=False)
+def table_for_any_id():
+    """Plain Keras has one of a fixed size, of which training touches all rows."""
+    ids, start = keras.Input((5,), dtype="int32"), keras.initializers.Constant(0.05)
+    if tf.distribute.has_strategy():
+        import keras_psplus as psp
+
+        table = psp.layers.DynamicEmbedding(4, initializer=start, name="table")
+    else:
+        table = L.Embedding(12, 4, start, name="table")
+    model = keras.Model(ids, L.Dense(2, name="head")(L.Flatten()(table(ids))))
+    # Others square repeated ids one by one in plain Keras.
+    compiled(model, keras.optimizers.SGD(0.3), "mse")
+    return trained(model, integers(ROWS, 5, below=12), numbers(ROWS, 2, seed=1))

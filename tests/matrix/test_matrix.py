@@ -34,6 +34,7 @@ TESTED = {
     "sync servers": (
         "programs: mixed precision skips overflow",
         "programs: callback that changes training",
+        "programs: table for any id",
     ),
     "sync servers, cut": ("programs: masked sequence loss",),
     "async servers, cut": ("programs: callbacks between the steps",),

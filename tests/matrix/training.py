@@ -29,6 +29,7 @@ class Bundle:
         columns: The columns in which it is run.
         counts: Whether the steps that the optimizer has counted are compared.
         makes_scope: Whether the program is also given what makes the scope, and is not in it.
+        saves: Whether plain Keras reads the files that its models have.
     """
 
     family: str
@@ -39,6 +40,7 @@ class Bundle:
     columns: tuple = tuple(name for name, one in COLUMNS.items() if not one.only_programs)
     counts: bool = True
     makes_scope: bool = False
+    saves: bool = True
 
 
 def bundles():
@@ -52,7 +54,7 @@ def bundle(family, title, names, program, **options):
     _bundles[title] = Bundle(family, title, tuple(names), program, **options)
 
 
-def script(family, *names, makes_scope=False):
+def script(family, *names, makes_scope=False, **options):
     """Decorates a program of no names but its own, which may be given what makes the scope."""
 
     def add(function):
@@ -62,7 +64,7 @@ def script(family, *names, makes_scope=False):
         def program(names, *scope):
             return function(*scope)
 
-        bundle(family, title, called, program, makes_scope=makes_scope)
+        bundle(family, title, called, program, makes_scope=makes_scope, **options)
         return function
 
     return add
@@ -132,7 +134,7 @@ def run(scope, title, names, file=None, reads=False, **compile_options):
     found |= weights_and_slots(model)
     if not one.counts:
         found = {name: value for name, value in found.items() if name != "slot/0"}
-    if reads:
+    if reads and one.saves:
         found |= {f"read/{name}": value for name, value in _read_again(model).items()}
     if file:
         model.save(file)

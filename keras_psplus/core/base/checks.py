@@ -82,7 +82,7 @@ def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Opti
 
 
 def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
-    """Raises ValueError if a stateful layer would share its rows among several replicas."""
+    """Raises ValueError if a layer needs what only one replica, or only all together, have."""
     parts = strategy.num_replicas_in_sync
     if not getattr(strategy, "_rows_are_shared", False):
         # All workers of parameter servers count as one replica.
@@ -92,7 +92,16 @@ def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) 
     among = "micro-batches" if in_stages else f"{parts} replicas"
     if parts == 1 and not in_stages:
         return
+    parts_of_batch = getattr(strategy, "microbatches", 1) * getattr(strategy, "pipelines", 1)
     for layer in model._flatten_layers():
+        if parts_of_batch > 1 and getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"The layer '{layer.name}' asks for the statistics of all rows of a batch, which "
+                "no micro-batch has: they go through its stage one after the other. Leave "
+                "`synchronized=True` out, so that each takes its own, use GroupNormalization, or "
+                "train under MultiWorkerMirroredStrategy. "
+                f"Received: {layer.name}, synchronized=True, in {parts_of_batch} micro-batches"
+            )
         if in_stages and isinstance(layer, keras.layers.TFSMLayer) and layer.trainable_weights:
             raise ValueError(
                 f"The layer '{layer.name}' calls a function of a SavedModel, which goes on reading "
