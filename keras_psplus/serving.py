@@ -448,7 +448,7 @@ class PublishTables(keras.callbacks.Callback):
     """
 
     # Workers that are not the chief need none.
-    writes_only = True
+    _writes_only = True
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ _WRITE_ONLY = (
 
 
 def _writes_only(callback: Any) -> bool:
-    return isinstance(callback, _WRITE_ONLY) or getattr(callback, "writes_only", False)
+    return isinstance(callback, _WRITE_ONLY) or getattr(callback, "_writes_only", False)
 
 
 class AllReduceEngine(DistributedEngine):
