@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from concurrent import futures
 from typing import Any
 
 import keras
@@ -27,6 +26,7 @@ from keras_psplus.keras_internals.keras_parts import io_utils
 from keras_psplus.log import logger
 from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables import versions
+from keras_psplus.tables.local import outside as outside_of_scope
 from keras_psplus.tables.reader import PublishedModel, TableReader
 from keras_psplus.tables.row_variable import is_keyed
 from keras_psplus.tables.snapshot import Snapshot
@@ -217,8 +217,7 @@ def export(
     engine = getattr(strategy, "engine", None)
     if engine is not None and not strategy.is_chief:
         return
-    if engine is not None and hasattr(engine, "finish_steps"):
-        engine.finish_steps()
+    _finish_steps(model)
     os.makedirs(os.path.dirname(os.path.realpath(folder)), exist_ok=True)
 
     def work() -> None:
@@ -228,9 +227,13 @@ def export(
         with writing as path:
             _save(model, inputs, path, names, quantize=quantize)
 
-    # A separate thread is outside of the strategy's scope even if the caller is inside.
-    with futures.ThreadPoolExecutor(1) as executor:
-        executor.submit(work).result()
+    outside_of_scope(work)
+
+
+def _finish_steps(model: keras.Model) -> None:
+    engine = getattr(model.distribute_strategy, "engine", None)
+    if engine is not None and hasattr(engine, "finish_steps"):
+        engine.finish_steps()
 
 
 def export_model(call: Call) -> Any:
@@ -528,9 +531,7 @@ class PublishTables(keras.callbacks.Callback):
         """
         self._steps = 0
         self._take()
-        engine = getattr(self.model.distribute_strategy, "engine", None)
-        if engine is not None and hasattr(engine, "finish_steps"):
-            engine.finish_steps()
+        _finish_steps(self.model)
         tables = [one for one in self.model.variables if is_keyed(one)]
         weights = [one for one in self.model.weights if self._has_model and not is_keyed(one)]
         is_same = [*map(id, tables), *map(id, weights)] == [
@@ -568,6 +569,4 @@ class PublishTables(keras.callbacks.Callback):
         """Writes the model without its tables and weights."""
         model, names = self.model, [one.path for one in self._tables]
         inputs = _inputs_of(model, self._signature)
-        # A separate thread is outside of the strategy's scope.
-        with futures.ThreadPoolExecutor(1) as executor:
-            executor.submit(_save, model, inputs, path, names, self._weights).result()
+        outside_of_scope(lambda: _save(model, inputs, path, names, self._weights))

@@ -1,4 +1,4 @@
-"""What is public: names with their arguments, flags, strategies by name, environment variables.
+"""Public interface: names with their arguments, flags, strategies by name, environment variables.
 
 `python -m tests.interface` writes interface.txt, which has what the last release had, or what the
 changelog of the first one describes; test_public_names.py wants each difference to be named in
@@ -114,7 +114,7 @@ def _of(name, value, public):
         yield name
         return
     yield name + _arguments(value.__init__)
-    # What Keras, TensorFlow or a public base of ours has.
+    # Attributes of Keras, TensorFlow or a public base of ours.
     bases = value.__mro__[1:]
     bases = [b for b in bases if b in public or not b.__module__.startswith("keras_psplus")]
     inherited = {attribute for base in bases for attribute in dir(base)}

@@ -22,7 +22,7 @@ from keras_psplus.cluster.ports import control_port
 _PROGRAM = "import sys; exec(eval(sys.stdin.readline()))"
 _MOST_OFFSET = 1.0
 _LOOK_SHARE = 0.6
-# How long one link is measured, and all, where several wait for each other.
+# Seconds for one link, and for all, where several wait for each other.
 _LINK_SECONDS, _LINKS_SECONDS = 1.0, 3.0
 _SLOW_BITS = 100e6
 _SHOWN_LINKS = 6

@@ -6,7 +6,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any, NoReturn, TypeVar
 
 import keras
@@ -18,6 +17,7 @@ from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.engine import Call
 from keras_psplus.files import atomic, integrity
 from keras_psplus.keras_internals.keras_parts import TensorFlowTrainer, file_utils, global_state
+from keras_psplus.tables.local import outside
 
 # Variables of a model, its metrics and optimizers, made before the first step.
 
@@ -264,9 +264,7 @@ def attributes_to_skip(call: Call) -> set[str]:
     others.
     """
     if call.owner not in _skipped:
-        # A separate thread is outside of the scope.
-        with futures.ThreadPoolExecutor(1) as executor:
-            _skipped[call.owner] = executor.submit(call.proceed).result()
+        _skipped[call.owner] = outside(call.proceed)
     return _skipped[call.owner]
 
 
@@ -292,9 +290,7 @@ def export_copies(strategy: tf.distribute.Strategy, call: Call) -> Any:
                     raise
                 refuse_traced(call, repr(call.owner))
 
-    # A separate thread is outside of the strategy's scope even if the caller is inside.
-    with futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(work).result()
+    return outside(work)
 
 
 def refuse_traced(call: Call, what: str) -> NoReturn:

@@ -82,17 +82,9 @@ def problem_of(path: str, expected: str) -> str | None:
     if not tf.io.gfile.exists(path):
         return f"{path} is missing"
     try:
-        return _problem(path, digest_of_file(path), expected)
+        found = digest_of_file(path)
     except (OSError, tf.errors.OpError) as error:
         return f"{path} cannot be read: {error}"
-
-
-def problem_of_bytes(path: str, content: bytes, expected: str) -> str | None:
-    """As `problem_of`, of what was read from the file."""
-    return _problem(path, hashlib.sha256(content).hexdigest(), expected)
-
-
-def _problem(path: str, found: str, expected: str) -> str | None:
     if found != expected:
         return f"{path} is not as it was written: its SHA-256 is {found}, not {expected}"
     return None

@@ -244,10 +244,11 @@ class BatchSums:
     """
 
     def __init__(self, step: WorkerReplicaStep, given: Sequence[tf.Tensor], specs: Any) -> None:
-        self._asked, self._given = step.asked, list(given)
-        self._part = Subgraph(self._asked, self._given)
-        for tensor in self._asked:
-            if not self._part.has(tensor) and tf.get_static_value(tensor) is None:
+        self._given, self._part = list(given), Subgraph(step.asked, given)
+        alone = [tensor for tensor in step.asked if not self._part.has(tensor)]
+        self._constants = {tensor.ref(): tf.get_static_value(tensor) for tensor in alone}
+        for tensor in alone:
+            if self._constants[tensor.ref()] is None:
                 _refuse_sum(f"by {tensor.op.type} ({tensor.op.name})")
         other = [t.op for t in self._part.inputs]
         for op in [*other, *(op for op in self._part.operations if op.op_def.is_stateful)]:
@@ -264,10 +265,7 @@ class BatchSums:
     def _compute(self, share: Any) -> tf.Tensor:
         flat = tf.nest.flatten(share, expand_composites=True)
         values = {one.ref(): value for one, value in zip(self._given, flat, strict=True)}
-        found = [
-            tensor if self._part.has(asked) else tf.get_static_value(asked)
-            for asked, tensor in zip(self._asked, self._part.repeat(values, "sums"))
-        ]
+        found = self._part.repeat(values | self._constants, "sums")
         return tf.stack([tf.cast(one, tf.float64) for one in found])
 
 

@@ -391,7 +391,7 @@ class SyncFunctions:
     def _replica_step(self, initial: tf.Tensor) -> WorkerReplicaStep:
         stamp = tf.cast(initial[-1], tf.int64)
         push = HandedOver if self._pushes_later else lambda *args: self._add(stamp, *args)
-        # How many sums there are is known when all is traced: the last one is the first.
+        # Their number is known when all is traced: the last sum is the first.
         return WorkerReplicaStep(self._context.engine, initial[-2], initial[-3::-1], push)
 
     def _with_gradients(self, trace: Trace, results: list[Any]) -> tuple[tf.Tensor, Any, Any]:

@@ -296,13 +296,15 @@ class SyncRunner(StepRunner):
         """Takes a step, as often as a worker is lost with it; returns the `Attempt`."""
         attempts = self._context.attempts
         is_unclean, self._failures = attempts.failures != self._failures, attempts.failures
+        own = [function.sums(share) for function, share in calls if function.sums is not None]
+        sums = np.sum(own, 0) if own else np.zeros(0)
         while True:
             function = self._updates.function(calls, batch)
             with self._context.scheduler.queue.holding():
                 attempt = attempts.begin(len(calls), len(self._workers))
                 if is_unclean:
                     self._functions.discard(attempt.stamp)
-                self._try(attempt, calls, weights, function, about)
+                self._try(attempt, calls, weights, sums, function, about)
             if not attempt.is_void:
                 return attempt
             is_unclean = True
@@ -315,13 +317,12 @@ class SyncRunner(StepRunner):
         attempt: Attempt,
         calls: list[_Call],
         weights: list[float],
+        sums: np.ndarray,
         function: SyncFunction,
         about: str,
     ) -> None:
         """Lets workers compute and add up the gradients of a step, and makes the update."""
         updates, scheduler = self._updates, self._context.scheduler
-        own = [function.sums(share) for function, share in calls if function.sums is not None]
-        sums = np.sum(own, 0) if own else np.zeros(0)
         update = updates.begin(function, attempt.stamp, len(calls), 1.0 / sum(weights))
         try:
             closures = [

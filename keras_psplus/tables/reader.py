@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -30,9 +31,16 @@ class _Version:
 
     content: dict[str, Any]
     tables: dict[str, Segments]
-    # What `keys` of the inputs and weights, and `serve` of these, keys and rows belong to.
+    # Has `keys`, of the inputs and weights, and `serve`, of these, keys and rows.
     graph: Any = None
     weights: tuple[tf.Tensor, ...] = ()
+
+    @functools.cached_property
+    def makers(self) -> dict[str, Any]:
+        """Functions of keys that make the rows of those that have none; None for zeros."""
+        return {
+            table["name"]: initial_rows.maker_of_missing(table) for table in self.content["tables"]
+        }
 
     @property
     def last(self) -> dict[str, Any]:
@@ -208,10 +216,9 @@ class TableReader:
         else:
             keys = to_keys(tf.reshape(tf.convert_to_tensor(array), [-1]), name).numpy()
         rows, has_row = of.tables[name].lookup(keys)
-        if not has_row.all():
-            make = initial_rows.maker_of_missing(of.content["tables"][self.names.index(name)])
-            if make is not None:
-                rows[~has_row] = make(tf.constant(keys[~has_row])).numpy()
+        make = of.makers[name]
+        if make is not None and not has_row.all():
+            rows[~has_row] = make(tf.constant(keys[~has_row])).numpy()
         return rows.reshape(*array.shape, rows.shape[1])
 
     def _read_list(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def rows(columns):
 
 
 def row(text):
-    """What `doctor` and `run` print in the case whose row has a text."""
+    """Outputs of `doctor` and `run` in the case whose row has a text."""
     (found,) = [row for row in rows(2)[1:] if any(text in key for cell in row for key in cell)]
     return found
 
@@ -86,7 +86,7 @@ def test_the_commands_train_one_model(tmp_path):
 
 
 def overlay_of(name, folder):
-    """What lies over paths of the second host, in the case of a name."""
+    """Folders that lie over paths of the second host, in the case of a name."""
     if name not in ("Python", "library", "clock", "versions"):
         return {}
     (there := folder / "there").mkdir()

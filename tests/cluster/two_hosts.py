@@ -58,7 +58,7 @@ class TwoHosts:
         self._environ = environ or {
             "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{pages.ROOT}:{folder / 'site'}",
-            # What lies over a module must not be what others find compiled.
+            # Others must not find a module compiled that only lies over theirs.
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         self._overlays = {self.work: self.work_there, **(overlays or {})}

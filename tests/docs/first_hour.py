@@ -44,7 +44,7 @@ class Shell:
 
     def run(self, line):
         """Runs a line; returns its exit code and what it has printed."""
-        # What it starts does not read the lines that come next.
+        # Programs that it starts do not read the lines that come next.
         self._process.stdin.write(f"{{ {line}\n}} </dev/null\necho {_END}$?\n")
         self._process.stdin.flush()
         said = ""

@@ -54,7 +54,7 @@ def weights_of(model):
 
 
 def outputs(weights, ids):
-    """What the model computes with these weights."""
+    """Outputs of the model with these weights."""
     parts = []
     for name in "a", "b":
         rows = dict(zip(weights[f"keys_{name}"].tolist(), weights[f"rows_{name}"]))

@@ -57,7 +57,7 @@ def go_on(model):
 
 
 def moved(strategy):
-    """What training goes on to under a strategy."""
+    """Results of further training under a strategy."""
     with strategy.scope():
         model, tables = build()
         move(TFRA / "checkpoint" / "ckpt-1", model, tables)

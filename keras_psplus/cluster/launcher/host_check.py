@@ -139,7 +139,7 @@ def _send(address: tuple[str, int]) -> dict[str, float]:
     piece, said = os.urandom(_PIECE), b""
     with contextlib.suppress(OSError, ValueError):
         with socket.create_connection((address[0], address[1]), _SECONDS) as connection:
-            # What is left in buffers at the end goes nowhere.
+            # Buffers that are full at the end are dropped.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.setblocking(False)
             while not said.endswith(b"\n"):

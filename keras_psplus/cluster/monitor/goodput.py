@@ -135,7 +135,7 @@ class Goodput:
     def summary(self, ended: float) -> dict[str, Any]:
         """Fields of the JSON log."""
         wall = max(ended - self._began, 1e-9)
-        # What a script does after its last call, and the end of its processes.
+        # The rest of the script after its last call, and the end of its processes.
         spent = self._seconds | {"end": max(0.0, ended - self._last) if self._starts else 0.0}
         known = {f"{name}_s": round(seconds, 3) for name, seconds in spent.items()}
         return {

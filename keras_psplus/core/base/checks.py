@@ -34,7 +34,7 @@ def check_compile_arguments(
     can_run_eagerly: bool,
 ) -> None:
     """Checks the arguments of `compile()`."""
-    check_stateful_layers(strategy, model)
+    check_layers(strategy, model)
     if arguments.get("run_eagerly") and not can_run_eagerly:
         raise ValueError(
             f"`run_eagerly=True` is not supported by {type(strategy).__name__}: a worker runs "
@@ -81,7 +81,7 @@ def check_accumulation(updates: Updates | None, optimizer: keras.optimizers.Opti
         )
 
 
-def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def check_layers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises ValueError if a layer needs what only one replica, or only all together, have."""
     parts = strategy.num_replicas_in_sync
     if not getattr(strategy, "_rows_are_shared", False):
@@ -125,7 +125,7 @@ def check_stateful_layers(strategy: tf.distribute.Strategy, model: keras.Model) 
 def check_variables(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises ValueError if a variable of the model was made outside the strategy's scope."""
     # Also of layers that the model makes when it is built.
-    check_stateful_layers(strategy, model)
+    check_layers(strategy, model)
     _check_in_scope(strategy, model.variables, f"model '{model.name}'")
     if model.optimizer is not None:
         owner = f"optimizer '{model.optimizer.name}'"
