@@ -210,10 +210,12 @@ class WorkerReplicaStep(ReplicaStep):
         """Raises ValueError if each worker would write to a variable on the servers."""
         written = pulls.written_by(self._graph.get_operations(), self._graph)
         shared = [handle for handle, _ in self._graph.captures if id(handle) in written]
-        for handle in shared if self.engine.strategy.num_workers > 1 else ():
-            variable = self.engine.strategy.extended.by_handle.get(id(handle))
-            if variable is None:
-                continue  # Of the rows of a dynamic table, which servers count once.
+        for handle in shared:
+            strategy = self.engine.strategy
+            variable = strategy.extended.by_handle.get(id(handle))
+            # Others are of the rows of a dynamic table, which servers count once.
+            if variable is None or strategy.num_workers == 1:
+                continue
             raise ValueError(
                 'With `mode="sync"`, several workers take each step together, and each would write '
                 "to a variable on the parameter servers that is updated once in one process. Count "

@@ -105,13 +105,18 @@ class Optimizer:
     name, variables, _iterations = "sgd", (), None
 
 
+NO_SUMS = np.zeros(0)
+
+
 def handed_over(twice=False, in_branch=False):
     pushed = []
 
     @tf.function(autograph=False)
     def step(weight):
         optimizer = Optimizer()
-        with WorkerReplicaStep(None, weight, lambda *args: pushed.append(args)) as replica_step:
+        with WorkerReplicaStep(
+            None, weight, NO_SUMS, lambda *args: pushed.append(args)
+        ) as replica_step:
             if in_branch:
                 tf.cond(
                     weight > 0, lambda: replica_step.hand_over(optimizer, [], []) or 1, lambda: 2
@@ -137,7 +142,7 @@ def test_scales_of_float8_are_refused_by_name():
 
     @tf.function(autograph=False)
     def step(weight):
-        with WorkerReplicaStep(engine, weight, None) as replica_step:
+        with WorkerReplicaStep(engine, weight, NO_SUMS, None) as replica_step:
             replica_step.hand_over(Optimizer(), [tf.constant(1.0)], [scale])
 
     with pytest.raises(ValueError, match="float8 is not supported.*Received: dense/scale"):
@@ -163,7 +168,7 @@ def a_step(change, log=False, changes=None):
     @tf.function(autograph=False)
     def step(weight):
         nonlocal replica_step
-        replica_step = WorkerReplicaStep(None, weight, lambda *args: pushed.append(args))
+        replica_step = WorkerReplicaStep(None, weight, NO_SUMS, lambda *args: pushed.append(args))
         with replica_step:
             inner = (lambda: change(gradients())) if changes == "inside" else gradients
             given = tf.function(inner)() if changes else gradients()

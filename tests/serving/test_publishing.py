@@ -117,9 +117,13 @@ def served_while_trained(strategy, folder, mode=None):
 @pytest.mark.parametrize(
     "layout, mode",
     [
-        ("hybrid22", None),
         ("sync22", None),
-        *extended(("sync22", "async"), ("hybrid21_async", None), ("hybrid21_all", None)),
+        *extended(
+            ("hybrid22", None),
+            ("sync22", "async"),
+            ("hybrid21_async", None),
+            ("hybrid21_all", None),
+        ),
     ],
 )
 def test_a_model_is_served_while_servers_train_it(layout, mode, tmp_path):
