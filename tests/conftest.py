@@ -51,6 +51,7 @@ COLD = (
 )
 
 _FAILED_SETUPS = collections.Counter()
+_NOT_ENDED_WELL = []
 
 
 def pytest_configure(config):
@@ -107,10 +108,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    from tests.support import cluster, shared_clusters
+
+    # Tasks that nobody needs any more ask each other for signs of life.
+    if nextitem and shared_clusters.row_of(item.nodeid) != shared_clusters.row_of(nextitem.nodeid):
+        _NOT_ENDED_WELL.extend(cluster.end_all(but=["plain"]))
+
+
 def pytest_sessionfinish(session):
     from tests.support import cluster
 
-    problems = cluster.end_all()
+    problems = [*_NOT_ENDED_WELL, *cluster.end_all()]
     if problems:
         print("\n".join(["", "Clusters that did not end well:", *problems]), file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

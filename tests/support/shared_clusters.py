@@ -54,12 +54,17 @@ def place_of(nodeid):
     return _PLACES.get(column if file == "matrix/test_matrix.py" else file, _NOWHERE)
 
 
+def row_of(nodeid):
+    """The name of the row, or the file of a test that is in none."""
+    return place_of(nodeid)[0] or nodeid.partition("::")[0]
+
+
 def scheduling(config, log):
     """The scheduler of `--dist loadfile` that keeps the tests of a row together."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return place_of(nodeid)[0] or super()._split_scope(nodeid)
+            return row_of(nodeid)
 
     return Scheduling(config, log)
