@@ -83,7 +83,7 @@ class _Host:
         try:
             self._process.stdin.write(f"{line}\n".encode())
         except OSError:
-            pass  # What it has written says why.
+            pass  # Its own output says why.
 
     def _line(self, deadline: float) -> dict[str, Any] | None:
         """The next line of JSON; None with the problem noted."""

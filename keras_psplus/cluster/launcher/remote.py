@@ -347,7 +347,7 @@ class RemoteProcess:
         self._is_up = True
         if "ended" in said:
             self._ended = int(said["ended"])
-            # What the task has left may have its output, for whose end ssh waits.
+            # Processes that it has left may hold its output, for whose end ssh waits.
             self._kill_later()
         if "file" not in said:
             return
