@@ -244,7 +244,7 @@ def _addresses(hosts: Sequence[str] | None, total: int) -> list[str]:
     addresses: list[str] = []
     used: set[str] = set()
     for host in hosts:
-        address = host if _has_port(host) else _next_address(host, used)
+        address = host if has_port(host) else _next_address(host, used)
         if address in used:
             raise ValueError(
                 f"Two tasks have the address {address!r}. Received: hosts={','.join(hosts)}"
@@ -259,7 +259,8 @@ def _next_address(host: str, used: set[str]) -> str:
     return next(address for port in ports if (address := f"{host}:{port}") not in used)
 
 
-def _has_port(host: str) -> bool:
+def has_port(host: str) -> bool:
+    """Whether a host is named with a port behind it."""
     return host.rpartition("]")[2].count(":") == 1
 
 
