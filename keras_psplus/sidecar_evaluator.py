@@ -24,7 +24,7 @@ from keras_psplus.cluster.monitor import task_report
 from keras_psplus.log import logger
 
 _SUFFIXES = (".weights.h5", ".keras")
-# What a file is known by: its time, size and inode.
+# Identity of a file: its time, size and inode.
 _Identity = tuple[int, int, int]
 
 

@@ -89,6 +89,10 @@ class Parser(argparse.ArgumentParser):
         """Adds a flag whose values are separated by commas."""
         self._add(name, help, type=functools.partial(_texts, name))
 
+    def words(self, name: str, help: str) -> None:
+        """Adds a flag whose value is a command, as a shell splits it."""
+        self._add(name, help, type=functools.partial(_words, name))
+
     def number(
         self, name: str, kind: type, help: str, default: Any = None, least: float = 0
     ) -> None:
@@ -183,6 +187,13 @@ def _text(name: str, text: str) -> str:
 
 def _texts(name: str, text: str) -> list[str]:
     return [word.strip() for word in _text(name, text).split(",")]
+
+
+def _words(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(_text(name, text))
+    except ValueError as error:
+        raise UsageError(f"--{name} is no command: {error}. Received: --{name}={text}") from None
 
 
 def _number(name: str, kind: type, least: float, text: str) -> Any:
@@ -440,8 +451,8 @@ def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> No
         "Hosts of the tasks in order (chief, workers, ps), started by ssh in this folder: A,B or "
         "A:2,B:2 for two tasks each (a number from 1000 on is a port; default: 2222 and up).",
     )
-    parser.text("hostfile", "The same in a file as OpenMPI's, a line for each: `A slots=2`.")
-    parser.text(
+    parser.text("hostfile", "Hosts of the tasks in a file as OpenMPI's, with lines as `A slots=2`.")
+    parser.words(
         "ssh",
         "Command that reaches a host, e.g. 'ssh -p 2222' (default: ssh; this machine's own tasks "
         "need none).",
@@ -457,20 +468,20 @@ def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> No
 
 
 def read_hosts(options: argparse.Namespace) -> bool:
-    """Has `hosts` name the host of each task; returns whether there are any.
-
-    Raises:
-        ValueError: If that is not known, or a flag goes with `--hosts` alone.
-    """
-    if options.hostfile is not None:
+    """Has `hosts` name the host of each task; returns whether there are any."""
+    if options.hostfile is not None and options.hosts is not None:
+        raise UsageError(
+            "--hosts and --hostfile name the same: leave out one. "
+            f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
+        )
+    try:
+        if options.hostfile is not None:
+            options.hosts = remote.read_hostfile(options.hostfile)
         if options.hosts is not None:
-            raise UsageError(
-                "--hosts and --hostfile name the same: leave out one. "
-                f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
-            )
-        options.hosts = remote.read_hostfile(options.hostfile)
+            options.hosts = remote.expand(options.hosts)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if options.hosts is not None:
-        options.hosts = remote.expand(options.hosts)
         if not options.hosts:
             raise UsageError(f"no host is named. Received: --hostfile={options.hostfile}")
         if getattr(options, "warm", False):
@@ -478,7 +489,8 @@ def read_hosts(options: argparse.Namespace) -> bool:
         return True
     for name in ("ssh", "remote_python"):
         if (value := getattr(options, name)) is not None:
-            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={value}")
+            given = value if isinstance(value, str) else shlex.join(value)
+            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={given}")
     return False
 
 

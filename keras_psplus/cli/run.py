@@ -103,10 +103,9 @@ def main(argv: list[str]) -> int:
     live = "chief-0" if layout["chief"] else "worker-0"
     way = None
     if options.hosts:
-        ssh = None if options.ssh is None else shlex.split(options.ssh)
         way = RemoteHosts(
             options.hosts,
-            ssh,
+            options.ssh,
             options.remote_python,
             options.start_timeout,
             options.gpus_per_worker,

@@ -135,7 +135,7 @@ class _Owner:
     def _beat(self) -> None:
         seconds = _beat_seconds(self._folder)
         while not self._ends.wait(seconds):
-            # What is wrong with the disk is said when a state is written to it.
+            # A fault of the disk is reported when a state is written to it.
             with contextlib.suppress(OSError, tf.errors.OpError, ValueError):
                 now = self._read()
                 if now is None or now["id"] != self._facts["id"]:

@@ -23,7 +23,7 @@ from keras_psplus.files.replace import replace, sync
 # that neither who writes nor who reads it ever has more than that in memory beside the table.
 
 
-# What is read at once, and what is written at once and makes one file.
+# Bytes that are read at once, and those that are written at once and make one file.
 _SLICE_BYTES = 4 << 20
 _FILE_BYTES = 128 << 20
 # Where TensorFlow's operation was, which says nothing to people.

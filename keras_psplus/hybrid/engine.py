@@ -92,7 +92,7 @@ class TableEngine(_Replicas):
     def _fit(self, call: Call) -> Any:
         if not self.strategy.prefetch:
             return super()._train(call)
-        # What was read for a batch that did not come any more.
+        # Rows were read ahead for a batch that never came.
         self.strategy.extended.rows_ahead.forget()
         runs_eagerly = call.owner.run_eagerly
         if runs_eagerly:

@@ -288,7 +288,7 @@ def written(
         path = file_utils.join(folder, name)
         file_utils.makedirs(path)
     try:
-        # What TensorFlow raises here is about variables of other tasks.
+        # TensorFlow's errors here are about variables of other tasks.
         with translate_file_errors(folder, (OSError,)):
             _check_room(needed, path)
             yield path

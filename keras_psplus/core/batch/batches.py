@@ -93,7 +93,7 @@ def padded(data: Any, rows: tf.Tensor, instead: Sequence[tf.Tensor | None] | Non
         lambda: [tf.identity(instead[i]) for i in places],
     )
     for i, leaf in zip(places, chosen):
-        # What is known to be 0 is of a batch that TensorFlow has made up.
+        # A dimension known to be 0 is of a batch that TensorFlow has made up.
         leaves[i] = tf.ensure_shape(leaf, [None, *(n or None for n in leaves[i].shape[1:])])
     return tf.nest.pack_sequence_as(data, leaves)
 

@@ -286,7 +286,7 @@ def _task_and_device(name: str | None) -> tuple[Any, ...]:
 #     batch ─► [ model ] ─► loss ─► tape ─► [ gradients of the model ] ─► collectives, optimizer
 #              compiled                       compiled
 #
-# What talks to other replicas cannot be compiled, on CPUs at least, and sums of gradients would
+# Collectives cannot be compiled, on CPUs at least, and sums of gradients would
 # wait for the last of them. So only the call of a model in the step is one compiled function; its
 # gradient is one too, as TensorFlow compiles the gradient of what it compiles. Of a functional
 # model that XLA cannot compile, what is before and after the operations in the way is.

@@ -41,7 +41,7 @@ _REPORT_SECONDS = 2.0
 # The process stays for so long after a report, so that it arrives before the connection breaks.
 _ARRIVAL_SECONDS = 0.5
 _LONGEST_CAUSE = 300
-# What TensorFlow's errors say before the cause.
+# Text of TensorFlow's errors before the cause.
 _ABOUT_THE_GRAPH = re.compile(r'Graph execution error:|Detected at |File "|\[\[')
 
 _reported_at: float | None = None
@@ -133,12 +133,12 @@ _WHERE = re.compile(
     r"Graph execution error:|Detected at node|<stack traces unavailable>|  (File )?|"
     r"\d+ root error\(s\) found"
 )
-# What an operation of ours says begins so, wherever TensorFlow puts it.
+# Beginnings of our operations' own messages, wherever TensorFlow puts them.
 LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
 _ENDED = re.compile(rf"{ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
-# How long a failed process stays, so that the others can tell it from the dead one.
+# Time that a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
 _MOST_THREADS = 64
