@@ -48,10 +48,13 @@ _FILES = re.compile(rf"{WEIGHTS}|{METADATA}|{SEEDS}|{TRAINING}|{_MANIFEST}|\.?{L
 # Names that versions before this format had in the folder itself.
 _FORMER = "digests.json", "complete"
 _OF_KERAS = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(METADATA)})(\.bkp)?")
-_NOTE, _NOTE_TEXT = "OF_KERAS_PSPLUS.txt", (
-    "The folder above holds the backup of a job that trained under a strategy of keras_psplus.\n"
-    "Keras alone cannot read it. To go on, train under that strategy again (in one process:\n"
-    "keras-psplus run --workers 1 train.py); to train from the beginning, delete the folder.\n"
+_NOTE, _NOTE_TEXT = (
+    "OF_KERAS_PSPLUS.txt",
+    (
+        "The folder above holds the backup of a job that trained under a strategy of keras_psplus.\n"
+        "Keras alone cannot read it. To go on, train under that strategy again (in one process:\n"
+        "keras-psplus run --workers 1 train.py); to train from the beginning, delete the folder.\n"
+    ),
 )
 _CUT_SHORT = re.compile(rf"\.{LATEST}\.[0-9a-f]{{32}}")
 _OTHERS = re.compile(
