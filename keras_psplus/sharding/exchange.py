@@ -155,9 +155,10 @@ class PartExchange:
         widths: Sequence[int],
         compressors: Sequence[Compressor | None] | None = None,
         is_gradient: bool = True,
+        route: Route | None = None,
     ) -> None:
         """Counts so many elements of each variable for each of the other workers."""
-        entries = entries_of(variables, widths, compressors, self._route, is_gradient)
+        entries = entries_of(variables, widths, compressors, route or self._route, is_gradient)
         self.traffic.add(entries)
 
     def _buckets(
