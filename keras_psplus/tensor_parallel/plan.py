@@ -19,11 +19,7 @@ from keras_psplus.tensor_parallel.variable import cut_of
 
 
 class CutPlan(OptimizerPlan):
-    """Places of optimizer state: cut as its variable is, or whole on every worker.
-
-    Args:
-        optimizer: A Keras optimizer that is built.
-    """
+    """Places of optimizer state: cut as its variable is, or whole on every worker."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.reason = reason_for_wholes(optimizer)
@@ -47,13 +43,7 @@ class CutPlan(OptimizerPlan):
 
 
 class PiecePlan(CutPlan):
-    """Places of optimizer state: in pieces along columns, or whole on every worker.
-
-    Args:
-        optimizer: A Keras optimizer that is built.
-        rows: Number of rows, and so of pieces.
-        columns: Number of columns.
-    """
+    """Places of optimizer state: in pieces along columns, or whole on every worker."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, rows: int, columns: int) -> None:
         super().__init__(optimizer)
