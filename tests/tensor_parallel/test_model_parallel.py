@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step")])
+@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step", "own_layer")])
 def test_two_workers_equal_one_process(name):
     found = equals_one_process("tp2", cases.trained, name=name)
     for text in SAID.get(name, ()):
@@ -121,7 +121,7 @@ def test_units_gather_along_columns_and_meet_along_rows():
     "name",
     [
         *("mlp/adamw", "mlp/average", "mlp/muon", "mlp/counting", "odd/adagrad", "odd/sgd"),
-        *("own_step", "transformer/momentum_clipnorm"),
+        *("own_step", "own_layer", "transformer/momentum_clipnorm"),
     ],
 )
 def test_pieces_equal_one_process(layout, name):
