@@ -193,7 +193,6 @@ class Pipeline(NamedTuple):
         """Makes the dataset again, of some rows of each batch.
 
         Args:
-            elements: `tf.data.Dataset` like `elements`.
             start: Function from the number of rows of a batch to the first one that is wanted.
             count: How many rows are wanted, or all from the first one if there are fewer.
 

@@ -168,9 +168,6 @@ class _TrainingEnd(threading.Event):
     """Event that is set when training has ended.
 
     The launcher says so, or the chief could be reached once and has ended.
-
-    Args:
-        task: This process's `TaskConfig`, or None without a cluster.
     """
 
     def __init__(self, task: TaskConfig | None) -> None:

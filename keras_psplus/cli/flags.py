@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import math
 import os
@@ -144,8 +143,8 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{error}. Received: {shlex.join(argv)}") from None
         if unknown:
             given = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(given, self.names, 1)
-            name = _HABITS.get(given.replace("_", "-"), self.names[near[0]] if near else None)
+            near = specs.nearest(given, self.names)
+            name = _HABITS.get(given.replace("_", "-"), self.names[near] if near else None)
             hint = f" Did you mean: --{name}?" if name in self.names.values() else ""
             raise UsageError(f"There is no such flag.{hint} Received: {unknown[0]}")
         if options.command[:1] == ["--"]:
@@ -368,9 +367,6 @@ def read_layout(options: argparse.Namespace) -> tuple[dict[str, Any], int | None
     Returns:
         Dict of arguments of `plan_tasks`, and how many workers begin if others are to join and
         leave, else None.
-
-    Raises:
-        UsageError: If they make no cluster.
     """
     chief = chief_of(options)
     least, workers = workers_of(options.workers)
@@ -400,9 +396,6 @@ def workers_of(text: str | None) -> tuple[int | None, int | None]:
 
     Args:
         text: The flag --workers, or None.
-
-    Raises:
-        UsageError: If it is neither a number nor a range.
     """
     if text is None:
         return None, None
@@ -518,11 +511,7 @@ def log_dir(folder: str | None) -> pathlib.Path:
 
 
 def json_log(path: str | None) -> JsonLog | None:
-    """Creates the JSON log, if one is wanted, so that errors show at once.
-
-    Raises:
-        UsageError: If it cannot be written.
-    """
+    """Creates the JSON log, if one is wanted, so that errors show at once."""
     if path is None:
         return None
     log = JsonLog(path)
@@ -573,11 +562,7 @@ def add_outputs(parser: Parser) -> None:
 
 
 def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
-    """Creates the file of a trace, so that errors show at once.
-
-    Raises:
-        UsageError: If it cannot be written.
-    """
+    """Creates the file of a trace, so that errors show at once."""
     if path is None:
         return None
     try:

@@ -42,7 +42,6 @@ def claim(
     """Makes this process the owner of a folder, creating the folder if necessary.
 
     Args:
-        owner: Name of this process, for others.
         argument: Name of the argument by which the user gave the folder, for messages.
         job: Secret or number that this job alone has, over all of its starts; None for none.
 

@@ -107,12 +107,7 @@ class PartExchange:
     def gather(
         self, parts: Sequence[ParameterPart], numbers: Sequence[int], step: tf.Tensor
     ) -> None:
-        """Gives mirrored variables what the workers have made of their parts.
-
-        Args:
-            numbers: Numbers of their variables, the same in each step.
-            step: int64 scalar, the same on all workers.
-        """
+        """Gives mirrored variables what the workers have made of their parts."""
         variables, cuts = [part.of for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
         order = HopOrder()

@@ -40,10 +40,6 @@ _LISTS_OF_KERAS = ("_variables", "_trainable_variables", "_accumulated_gradients
 class OptimizerPlan:
     """Places of the state of each variable that an optimizer trains.
 
-    Args:
-        optimizer: A Keras optimizer that is built.
-        workers: Number of workers that share.
-
     Attributes:
         places: List of `Place`, one for each of its variables.
         reason: Words for why it is not cut; None if it is.

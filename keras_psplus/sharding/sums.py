@@ -169,7 +169,6 @@ def clipped_by_norms(
     """Gradients, clipped by an optimizer's `clipnorm` or `global_clipnorm`.
 
     Args:
-        optimizer: The optimizer, with one of the two.
         grads: List of gradients: whole, parts, or None for those of other workers.
         dtype: Dtype of scales for those.
         parts: Numbers of the gradients of which each worker has a part, or none.

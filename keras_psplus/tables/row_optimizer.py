@@ -280,9 +280,6 @@ def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
 
     Args:
         dim: Numbers in a row, of which a constraint may have its own for each.
-
-    Raises:
-        ValueError: If they do not, as those whose step depends on a norm or on factors.
     """
     check_constraint(
         config["constraint"], dim, ', or keep the table on the workers (`placement="mirrored"`)'

@@ -19,11 +19,7 @@ from keras_psplus.tensor_parallel.variable import cut_of
 
 
 class CutPlan(OptimizerPlan):
-    """Places of optimizer state: cut as its variable is, or whole on every worker.
-
-    Args:
-        optimizer: A Keras optimizer that is built.
-    """
+    """Places of optimizer state: cut as its variable is, or whole on every worker."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.reason = reason_for_wholes(optimizer)

@@ -37,6 +37,8 @@ LAYOUTS = {
     r"own_step.*/scales": COLUMN,
     r".*(recomputed|rows)/own": COLUMN,
     r".*lora_kernel_(a|b)": COLUMN,
+    r".*parted(_1)?/first": COLUMN,
+    r".*parted(_1)?/third": ROW,
 }
 
 
@@ -222,6 +224,29 @@ class Compiled(L.Dense):
         return super().call(x)
 
 
+class Parted(L.Layer):
+    """Has parts of a weight that is cut so, of one that is not cut, and of one cut otherwise."""
+
+    def build(self, shape):
+        self.first = self.add_weight(name="first", shape=(shape[-1], 8))
+        self.second = self.add_weight(name="second", shape=(8, 6))
+        self.third = self.add_weight(name="third", shape=(6, 6))
+
+    def call(self, x):
+        y = keras.ops.tanh(keras.ops.matmul(x, self.first))
+        return keras.ops.matmul(keras.ops.tanh(keras.ops.matmul(y, self.second)), self.third)
+
+    def call_in_parts(self, row, x):
+        y = row.stack(keras.ops.tanh(row.enter(x) @ row.part(self.first, 1)), -1)
+        y = keras.ops.tanh(row.sum(row.split(y, -1) @ row.part(self.second, 0)))
+        return row.stack(row.enter(y) @ row.part(self.third, 1), -1)
+
+
+def own_layer():
+    layers = Parted(), L.Dense(8, "tanh", name="a_up"), Parted(), L.Dense(3)
+    return keras.Sequential([keras.Input((7,)), *layers]), numbers(ROWS, 7)
+
+
 def odd():
     """Rare uses of weights: ragged rows, functions for XLA, remat, LoRA."""
     inputs = keras.Input((6,), dtype="int32")
@@ -252,7 +277,9 @@ def one():
     return keras.Sequential([keras.Input((7,)), L.Dense(4, name="one_up")]), numbers(ROWS, 7)
 
 
-MODELS = {make.__name__: make for make in (mlp, transformer, own_step, odd, tied, one)}
+MODELS = {
+    make.__name__: make for make in (mlp, transformer, own_step, own_layer, odd, tied, one)
+}
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step")])
+@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step", "own_layer")])
 def test_two_workers_equal_one_process(name):
     found = equals_one_process("tp2", cases.trained, name=name)
     for text in SAID.get(name, ()):
@@ -123,7 +123,7 @@ def test_units_gather_along_columns_and_meet_along_rows(frees):
     "name",
     [
         *("mlp/adamw", "mlp/average", "mlp/counting", "mlp/steps", "odd/adagrad", "odd/sgd"),
-        *("own_step", "transformer/momentum_clipnorm", "tied/adamw"),
+        *("own_step", "own_layer", "transformer/momentum_clipnorm", "tied/adamw"),
         # Whole on one worker each.
         *("odd/muon", "own_step/muon", "tied/muon_steps", "transformer/lamb", "one/adafactor"),
     ],

@@ -77,11 +77,7 @@ def expand(hosts: Sequence[str]) -> list[str]:
 
 
 def read_hostfile(path: str) -> list[str]:
-    """Hosts of a file as OpenMPI's: a line for each, as in `A slots=2`.
-
-    Raises:
-        ValueError: If it cannot be read, or has another line.
-    """
+    """Hosts of a file as OpenMPI's: a line for each, as in `A slots=2`."""
     try:
         lines = pathlib.Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

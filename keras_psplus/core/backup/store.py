@@ -138,11 +138,7 @@ def find(folder: str) -> list[Backup]:
 
 
 def _read(path: str) -> Backup:
-    """Reads what a backup's manifest says, and checks its files.
-
-    Raises:
-        ValueError: If one of them is not as it was written.
-    """
+    """Reads what a backup's manifest says, and checks its files."""
     content = _manifest(path)
     for name, expected in content["files"].items():
         problem = integrity.problem_of(file_utils.join(path, name), expected)
@@ -274,7 +270,6 @@ def written(
     Args:
         worker_files: Dict from names to digests of the files that workers have written for it.
         needed: Bytes that this process writes at least.
-        keeps_previous: Whether the one before is kept.
 
     Yields:
         The new folder's path.

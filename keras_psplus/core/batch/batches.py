@@ -69,13 +69,9 @@ def padded(data: Any, rows: tf.Tensor, instead: Sequence[tf.Tensor | None] | Non
     """A batch; instead of one of no rows, one of a single row.
 
     Args:
-        data: Structure of tensors.
-        rows: Scalar tensor, the number of rows.
         instead: For each dense tensor among them, what to put in its place; by default zeros, or
             empty strings.
 
-    Returns:
-        Structure of tensors with at least one row.
     """
     leaves = tf.nest.flatten(data)
     instead = [None] * len(leaves) if instead is None else list(instead)

@@ -107,7 +107,6 @@ class CompiledFunction:
     the tensors.
 
     Args:
-        function: Function of the arguments.
         layers: Function that lists the layers that it calls, and those inside of them.
         args: Arguments of the first call; others may differ in their tensors.
 
@@ -451,7 +450,6 @@ class CompiledCalls:
         """Runs the graph of a functional model, segment by segment.
 
         Args:
-            call: The call of `Function._run_through_graph`.
             kind_of: Function of an operation that returns its kind, as for `split`.
             run_one: Function of a segment, and of tensors by ids of symbolic ones, to which it adds
                 the outputs. It returns False if the segment is to be cut once more.

@@ -200,7 +200,6 @@ def are_equal_everywhere(
     """Whether tensors surely have the same values on all replicas, as constants and variables do.
 
     Args:
-        tensors: Symbolic or eager tensors.
         ends: Ids of operations of which that is known.
         met: Set that those of `ends` are added to of which the tensors were computed.
     """

@@ -76,7 +76,6 @@ def report_failure(
 
     Args:
         is_cause: Function that tells whether this process's failure is not another one's.
-        post: As for `report`.
     """
     signals.watch()
 
@@ -151,9 +150,6 @@ _ended_address: str | None = None
 def translate_errors(task: TaskConfig | None) -> Iterator[None]:
     """Adds the lost worker's name to TensorFlow's error.
 
-    Args:
-        task: `TaskConfig` of this process, or None if it trains alone.
-
     Raises:
         PeerLostError: In place of TensorFlow's error, if a peer does not answer.
         ValueError: If another worker has stopped the job for a reason of its own, such as
@@ -198,7 +194,6 @@ def raise_if_peer_gone(task: TaskConfig, error: BaseException, silent: Collectio
     One that does not answer just now may go on.
 
     Args:
-        error: TensorFlow's error that made somebody ask.
         silent: Names of those that have been silent for too long.
     """
     names = {task_name(job, index): address for job, index, address in task.peers()}
@@ -214,13 +209,7 @@ def _raise_peer_lost(task: TaskConfig, who: str, error: BaseException) -> NoRetu
 
 
 def lost_message(lost: str, who: str, cause: str) -> str:
-    """Error message for lost workers.
-
-    Args:
-        lost: Their names and addresses.
-        who: Name of who cannot go on.
-        cause: How it showed.
-    """
+    """Error message for lost workers."""
     return _without_it(f"{lost} stopped answering", who, cause)
 
 
@@ -252,9 +241,6 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
     """Reports this worker's failure to the others, and exits if another worker fails.
 
     It ends past TensorFlow's shutdown barrier if a peer was lost.
-
-    Args:
-        post: As for `error_report.report`.
     """
     report_failure(task, lambda: _failed_at is None, post)
     atexit.register(_leave, task)
