@@ -1,6 +1,8 @@
 """What goes for all tests."""
 
 import collections
+import contextlib
+import fcntl
 import gc
 import logging
 import os
@@ -30,8 +32,9 @@ if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *inherited])
 
 # Hundreds of processes import the library, and each would compile its five hundred files, in a
-# third of a second, where Python is told to leave no bytecode.
+# third of a second, where Python is told to leave no bytecode. So would pytest those of tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A machine that is busy is no error.
 hypothesis.settings.register_profile("without a deadline", deadline=None)
@@ -44,7 +47,7 @@ COLD = (
     *(f"cluster/test_{name}.py" for name in ("launchers", "memory", "preflight", "processes")),
     *(f"cluster/test_{name}.py" for name in ("slurm", "testing", "warm")),
     *("core/test_preemption.py", "docs/test_tutorial.py", "tests/test_warm.py"),
-    *("faults/test_injector.py", "faults/test_links.py"),
+    *("faults/test_injector.py", "faults/test_links.py", "keras_hooks/test_one_door.py"),
 )
 
 _FAILED_SETUPS = collections.Counter()
@@ -59,6 +62,18 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "matrix: only in `make matrix`; see matrix/test_matrix.py")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Has one process of several rewrite the assertions of a file, and the others read it."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(collector, pytest.Module) and "PYTEST_XDIST_TESTRUNUID" in os.environ:
+            path = collector.path
+            name = f"{path.stem}.{sys.implementation.cache_tag}-pytest-{pytest.__version__}.pyc"
+            if not (path.parent / "__pycache__" / name).exists():
+                fcntl.flock(stack.enter_context(path.open()), fcntl.LOCK_EX)
+        return (yield)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def warm_start(request):
     from tests import warm
@@ -71,8 +86,21 @@ def warm_start(request):
 
 
 def pytest_collection_modifyitems(items):
+    from tests.support import shared_clusters
+
     # Files of jobs take minutes, of which one at the end would leave all but one processor idle.
-    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
+    def place(item):
+        is_last = item.get_closest_marker("processes") is None
+        return is_last, shared_clusters.place_of(item.nodeid)[1]
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.support import shared_clusters
+
+    return shared_clusters.scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_finish():

@@ -93,5 +93,6 @@ def _next():
         if not _processes:
             environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
             environ |= dict([_LOG_LEVEL]) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _ROOT}
-            use([WarmPython(["tests.quick_start"], environ) for _ in range(_PROCESSES)])
+            modules = ["tests.quick_start", "tests.quick_import"]
+            use([WarmPython(modules, environ) for _ in range(_PROCESSES)])
         return _processes[next(_turns) % len(_processes)]

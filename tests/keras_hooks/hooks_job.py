@@ -1,9 +1,8 @@
 """Trains on two devices in one process and prints, in JSON, which hooks asked an engine.
 
-Before, it prints the way of a gradient: see `gradient_trace.py`.
-
-With `--replaced`, prints which functions `import keras_psplus` and its first strategy have replaced
-instead; with `--servers`, which hooks asked when it trains with parameter servers.
+With `--gradient`, prints the way of a gradient instead (see `gradient_trace.py`); with
+`--replaced`, which functions `import keras_psplus` and its first strategy have replaced; with
+`--servers`, which hooks asked when it trains with parameter servers.
 """
 
 import contextlib
@@ -106,8 +105,13 @@ def asked():
     if early_init._state.frames:
         seen.add("tensorflow.python.eager.context.Context.ensure_initialized")
     print("found", json.dumps(sorted(seen)))
+
+
+def gradient():
+    from keras_psplus.cluster.in_process import logical_devices
     from tests.keras_hooks import gradient_trace
 
+    logical_devices(2)
     way = gradient_trace.trace()
     functions = {file: sorted(names) for file, names in sorted(way.functions.items())}
     print("found", json.dumps([functions, way.hooks]))
@@ -307,5 +311,5 @@ def leave():
 
 if __name__ == "__main__":
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    jobs = {"--replaced": replaced, "--servers": servers}
+    jobs = {"--gradient": gradient, "--replaced": replaced, "--servers": servers}
     jobs.get(sys.argv[-1], asked)()

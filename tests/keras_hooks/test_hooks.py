@@ -62,22 +62,11 @@ def test_what_is_replaced_is_in_the_list_and_nothing_else():
     assert by_strategy == listed
 
 
-@pytest.fixture(scope="module")
-def job():
-    return run_job()
-
-
-@pytest.fixture(scope="module")
-def asked(job):
-    (with_servers,) = run_job("--servers")
-    return {*job[0], *with_servers}
-
-
 @pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.skipif(native.kernels() is None, reason="no C++ compiler, or a GPU: other encoders")
-def test_files_that_a_gradient_passes(job):
-    functions, hooks = job[1]
+def test_files_that_a_gradient_passes():
+    ((functions, hooks),) = run_job("--gradient")
     assert set(functions) == GRADIENT_PATH, functions
     assert len(GRADIENT_PATH) <= 15
     assert hooks == HOOKS_OF_GRADIENTS
@@ -89,8 +78,9 @@ def test_no_name_is_replaced_twice():
 
 
 @pytest.mark.processes
-def test_each_hook_asks_an_engine_in_a_real_fit(asked):
-    assert {one.where for one in HOOKS} <= asked
+def test_each_hook_asks_an_engine_in_a_real_fit():
+    (on_devices,), (with_servers,) = run_job(), run_job("--servers")
+    assert {one.where for one in HOOKS} <= {*on_devices, *with_servers}
 
 
 def engines(kind=Engine):

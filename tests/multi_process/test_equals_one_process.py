@@ -13,8 +13,9 @@ from tests.support.tiers import extended
 pytestmark = pytest.mark.processes
 
 CELLS = [
-    ("ar3", "last_batch_of_one_row"),
+    ("ar2", "last_batch_of_one_row"),
     *extended(
+        ("ar3", "last_batch_of_one_row"),
         ("ar3", "maps_of_own_rows"),
         ("ar2x2", "last_batch_of_one_row"),
         ("pipelines4", "gradient_penalty"),

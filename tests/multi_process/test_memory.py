@@ -10,10 +10,10 @@ from tests.support.tiers import extended
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "ps", "chief"),
-    [
-        ("HybridStrategy", 1, False),
-        *extended(("MultiWorkerMirroredStrategy", 0, False), ("ParameterServerStrategy", 1, True)),
-    ],
+    extended(
+        *(("HybridStrategy", 1, False), ("MultiWorkerMirroredStrategy", 0, False)),
+        ("ParameterServerStrategy", 1, True),
+    ),
 )
 def test_strategies_keep_it_where_they_compute(strategy, ps, chief):
     # Servers end inside the constructor: they say it at their exit.

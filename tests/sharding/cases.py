@@ -298,30 +298,36 @@ def wire_bytes():
     return tf.distribute.get_strategy().communication.wire_bytes
 
 
-def state_and_bytes():
-    """Bytes of a step, and the sizes of what this worker keeps of the optimizer's state."""
-    model, x = of("adam")
-    found = bytes_of_steps(model, x)
+def state_and_bytes(name="adam"):
+    """Training; bytes of a step, and the sizes of what this worker keeps of its optimizer."""
+    model, x = of(name)
+    if not tf.distribute.has_strategy():
+        return left(model, fit(model, x))
+    found = {f"own {what}": value for what, value in bytes_of_steps(model, x).items()}
+    found |= left(model, found.pop("own history"))
     strategy = tf.distribute.get_strategy()
     if strategy.is_chief and strategy.engine.has_whole_weights:
         # Others need not do so as well.
         model.set_weights(model.get_weights())
     slots = model.optimizer.variables[2:]
     return found | {
-        "kept": [slot._value.part.shape.num_elements() for slot in slots],
-        "whole": [np.prod(slot.shape) for slot in slots],
+        "own kept": [slot._value.part.shape.num_elements() for slot in slots],
+        "own whole": [np.prod(slot.shape) for slot in slots],
     }
 
 
 def bytes_of_table():
-    return bytes_of_steps(*embedding(O.SGD(0.05), tokens=1000))
+    found = bytes_of_steps(*embedding(O.SGD(0.05), tokens=1000))
+    del found["history"]
+    return found
 
 
 def bytes_of_steps(model, x):
-    communication, steps = tf.distribute.get_strategy().communication, -(-ROWS // BATCH)
+    communication, steps = tf.distribute.get_strategy().communication, EPOCHS * -(-ROWS // BATCH)
     wire, between = communication.wire_bytes, communication.between_groups_bytes
-    fit(model, x, epochs=1)
+    history = fit(model, x)
     return {
+        "history": history,
         "wire": (communication.wire_bytes - wire) / steps,
         "between": (communication.between_groups_bytes - between) / steps,
     }

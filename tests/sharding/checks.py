@@ -39,9 +39,22 @@ def check_compressed(layout, sent):
     assert found["wire"] == pytest.approx(sent(kernels + biases, encoded), rel=0.03)
 
 
-def check_groups(layout, name, sharing):
-    """Four workers, of which so many share, equal one process; returns the last one's bytes."""
-    equals_one_process(layout, cases.trained, name=name)
-    found = run(layout, cases.state_and_bytes, same=False)["worker-3"]
+def check_parts(layout, sharing, name="adam", said=""):
+    """Workers, of which so many share, equal one process; returns the last one's sizes and bytes.
+
+    They keep equal parts of the optimizer's state.
+    """
+    results = run(layout, cases.state_and_bytes, name=name)
+    expected = reference(cases.state_and_bytes, name=name)
+    assert_close({what: results.first[what] for what in expected}, expected, 2e-5)
+    assert said in results.logs["worker-0"]
+    *_, last = results.values()
+    found = {what.removeprefix("own "): value for what, value in last.items()}
     np.testing.assert_array_equal(found["kept"], -(-found["whole"] // sharing))
     return found
+
+
+def check_groups(layout, name, sharing):
+    """The same, and of another model."""
+    equals_one_process(layout, cases.trained, name=name)
+    return check_parts(layout, sharing)

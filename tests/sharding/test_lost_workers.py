@@ -20,8 +20,7 @@ JOB = pathlib.Path(__file__).with_name("lost_job.py")
 @pytest.mark.parametrize(
     "before, workers, after",
     [
-        ("all", 3, "all"),
-        *extended(("optimizer", 3, "optimizer")),
+        *extended(("all", 3, "all"), ("optimizer", 3, "optimizer")),
         # Fewer rows, or weights that are not cut.
         ("2x2/all", 4, "1x2"),
         *extended(("2x2", 4, "2x1"), ("2x2/optimizer", 4, "2x1/optimizer")),

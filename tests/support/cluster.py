@@ -60,8 +60,8 @@ from tests.support.results import assert_close
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
-# More clusters at once take too much memory.
-_MOST_CLUSTERS = 2
+# More at once take too much memory.
+_MOST_PROCESSES = 10
 _START_SECONDS = 180
 _clusters = {}
 _references = {}
@@ -116,7 +116,7 @@ def run(layout, case, *, same=True, may_show_errors=False, seconds=120, **args):
     if cluster is None or cluster.is_used_up:
         if cluster is not None:
             cluster.end()
-        while len(_clusters) >= _MOST_CLUSTERS:
+        while sum(LAYOUTS[name].processes for name in (layout, *_clusters)) > _MOST_PROCESSES:
             _clusters.pop(next(iter(_clusters))).end()
         cluster = _Cluster(layout)
     _clusters[layout] = cluster  # The one used last is the last to go.

@@ -34,6 +34,11 @@ class Layout:
     most_cases: int = 80
 
     @property
+    def processes(self):
+        """Number of processes."""
+        return self.workers + self.ps + self.chief or 1
+
+    @property
     def tasks(self):
         """Names of the tasks that run cases."""
         if self.chief or not self.workers:
@@ -147,6 +152,7 @@ LAYOUTS = {
     "hybrid_devices2": Layout(_makes("HybridStrategy", devices=2)),
     "hybrid22": _hybrid(ps=2, caches=True),
     "hybrid21_ahead": _hybrid(prefetch=True),
+    "hybrid21_ahead_all": _hybrid(prefetch=True, shard="all"),
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
