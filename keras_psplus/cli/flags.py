@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from keras_psplus import catalogue, specs
 from keras_psplus.catalogue import Entry
+from keras_psplus.cli import foreign_calls
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.launcher import remote
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
@@ -216,11 +217,15 @@ def check_script(command: list[str]) -> None:
         raise UsageError(f"there is no script {command[0]!r}")
 
 
-def remarks(parser: Parser, command: list[str]) -> list[str]:
+def remarks(parser: Parser, command: list[str], trains: int) -> list[str]:
     """Warnings about probable mistakes: flags behind the script, another backend of Keras.
 
     Args:
         command: The script, which exists, and its arguments.
+        trains: Number of tasks that train.
+
+    Raises:
+        UsageError: If the script leaves it to another library that they train together.
     """
     lines = []
     script = pathlib.Path(command[0]).read_text(errors="replace")
@@ -232,44 +237,16 @@ def remarks(parser: Parser, command: list[str]) -> list[str]:
         lines.append(
             f"{listed}: behind the script, and so passed to it; flags of keras-psplus go before it"
         )
-    lines += _foreign_calls(command[0], script)
+    if trains > 1 and (calls := foreign_calls.find(command[0], script)):
+        if foreign_calls.are_alone(script):
+            raise UsageError(f"{calls[0]}. Received: {command[0]}")
+        lines += calls
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("", "tensorflow") and "KERAS_BACKEND" not in script:
         lines.append(
             f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
         )
     return lines
-
-
-# Calls of other libraries for training in several processes, and what is written in their place.
-_FOREIGN = {
-    r"\btf\.distribute\.(?:experimental\.)?(?:MultiWorker)?MirroredStrategy\(": (
-        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
-    ),
-    r"\btf\.distribute\.(?:experimental\.)?ParameterServerStrategy\(": (
-        "strategy = keras_psplus.ParameterServerStrategy()"
-    ),
-    r"\bhvd\.init\(": "strategy = keras_psplus.MultiWorkerMirroredStrategy()",
-    r"\b(?:torch\.distributed|dist)\.init_process_group\(": (
-        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
-    ),
-}
-
-
-def _foreign_calls(path: str, script: str) -> list[str]:
-    """Warnings of calls by which each task would train alone, or not at all."""
-    if "tf_keras" in script or os.environ.get("TF_USE_LEGACY_KERAS") == "1":
-        return []
-    found: dict[str, tuple[int, str, str]] = {}
-    for number, line in enumerate(script.splitlines(), 1):
-        for pattern, ours in _FOREIGN.items():
-            if call := re.search(pattern, line.partition("#")[0]):
-                found.setdefault(pattern, (number, f"{call.group()}...)", ours))
-    return [
-        f"{path}:{number}: {call} does not have the tasks train together under Keras 3: write "
-        f"`{ours}`, and `with strategy.scope():` where the model is made"
-        for number, call, ours in found.values()
-    ]
 
 
 # Checks of flags of `run` that conflict, before anything is started.

@@ -328,17 +328,28 @@ def test_a_worker_whose_script_had_ended_is_named(tmp_path, capsys):
 
 def test_calls_of_other_libraries_are_named(tmp_path, capsys):
     script = tmp_path / "other.py"
-    script.write_text(
+    text = (
         "def main():\n"
         "    # tf.distribute.MirroredStrategy()\n"
         "    strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
         "    hvd.init()\n"
     )
-    assert main.main(["run", "--workers=1", str(script)]) == 0
+    script.write_text(text + "    strategy = psp.strategy_from_env()\n")
+    assert main.main(["run", "--workers=2", str(script)]) == 0
     err = capsys.readouterr().err
     assert f"{script}:3: tf.distribute.MultiWorkerMirroredStrategy(...) does not have" in err
     assert f"{script}:4: hvd.init(...)" in err and ":2:" not in err
     assert err.count("`strategy = keras_psplus.MultiWorkerMirroredStrategy()`") == 2
+    # Each task would train alone, or fail within TensorFlow.
+    script.write_text(f"import keras\n{text}")
+    assert main.main(["run", "--workers=2", str(script)]) == 2
+    assert f"{script}:4: tf.distribute.MultiWorkerMirroredStrategy(...)" in capsys.readouterr().err
+    # One task, and Keras 2, do not.
+    script.write_text(text)
+    assert main.main(["run", "--workers=1", str(script)]) == 0
+    script.write_text(f"# import tf_keras\n{text}")
+    assert main.main(["run", "--workers=2", str(script)]) == 0
+    assert "does not have" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])

@@ -51,7 +51,7 @@ _OF_KERAS = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(METADATA)})(\.bkp)?")
 _NOTE, _NOTE_TEXT = (
     "OF_KERAS_PSPLUS.txt",
     (
-        "The folder above holds the backup of a job that trained under a strategy of keras_psplus.\n"
+        "The folder above has the backup of a job that trained under a strategy of keras_psplus.\n"
         "Keras alone cannot read it. To go on, train under that strategy again (in one process:\n"
         "keras-psplus run --workers 1 train.py); to train from the beginning, delete the folder.\n"
     ),
