@@ -52,9 +52,7 @@ def _layer(draw, kind, x):
     if kind == "dense":
         return L.Dense(draw.number(5, 8), draw.one("activation", "tanh", "gelu", "linear"))(x)
     if kind == "regularised":
-        return L.Dense(
-            7, "tanh", kernel_regularizer=R.L2(0.01), bias_regularizer=R.L1(0.02)
-        )(x)
+        return L.Dense(7, "tanh", kernel_regularizer=R.L2(0.01), bias_regularizer=R.L1(0.02))(x)
     if kind == "active":
         return L.Dense(6, "tanh", activity_regularizer=R.L2(0.05))(x)
     if kind == "constrained":

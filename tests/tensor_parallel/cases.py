@@ -277,9 +277,7 @@ def one():
     return keras.Sequential([keras.Input((7,)), L.Dense(4, name="one_up")]), numbers(ROWS, 7)
 
 
-MODELS = {
-    make.__name__: make for make in (mlp, transformer, own_step, own_layer, odd, tied, one)
-}
+MODELS = {make.__name__: make for make in (mlp, transformer, own_step, own_layer, odd, tied, one)}
 
 
 @contextlib.contextmanager
