@@ -12,9 +12,9 @@ nobody chooses any more expire. Short histories are padded with 0, which has no 
 A run trains on a log of choices, in the order of time, and is tested on the day after. A run that
 was killed goes on where it was, once it is started again. While it trains, it publishes its tables
 and weights, all under one version; the last command, in another process, recommends by the newest
-one. At the end it exports the model, which needs TensorFlow alone:
+one. After each day it exports the model, which a process serves that has TensorFlow alone:
 
-    >>> model = tf.saved_model.load("recommender_files/exported")
+    >>> model = tf.saved_model.load("recommender_files/exported/14")
     >>> ids = {"user": [7], "history": [[263] + [0] * 7], "candidates": [[519, 775]]}
     >>> model.serve({name: tf.constant(of, tf.int64) for name, of in ids.items()})
 
@@ -117,7 +117,14 @@ def main():
     strategy = psp.strategy_from_env("hybrid")
     with strategy.scope():
         model = build()
+
+    def export(batch, logs):
+        day, rest = divmod(batch + 1, CHOICES // BATCH)
+        if not rest:
+            psp.serving.export(model, args.folder / "exported" / f"{day}")
+
     callbacks = [
+        keras.callbacks.LambdaCallback(on_train_batch_end=export),
         keras.callbacks.BackupAndRestore(args.folder / "backup", save_freq=16),
         psp.serving.PublishTables(args.folder / "published", every=16, model=True),
     ]
@@ -132,7 +139,6 @@ def main():
     )
     y_test = y[: len(x_test["user"])]
     hits = model.evaluate(x_test, y_test, batch_size=BATCH, verbose=0, return_dict=True)["hits"]
-    psp.serving.export(model, args.folder / "exported")
     rows = {name: len(model.get_layer(name).keys) for name in ("users", "items")}
     if strategy.is_chief:
         print(f"recommender: hits={hits:.3f} users={rows['users']} items={rows['items']}")

@@ -41,7 +41,7 @@ def _load() -> None:
     """Checks versions, and has the first strategy install the hooks into Keras."""
     global _is_loading
     if _is_loading or _is_loaded:
-        return  # What is imported below asks for parts of this package.
+        return  # Modules imported below ask for parts of this package.
     from keras_psplus import versions
 
     versions.check_versions()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras_psplus
+from keras_psplus import specs
 from keras_psplus.cluster.config import ClusterConfigError, read_task_config
 from keras_psplus.cluster.environment import MIN_WORKERS_VARIABLE, min_workers
 from keras_psplus.log import info_once, warn_once
@@ -211,11 +211,8 @@ def find(strategy: str) -> Entry | None:
 
 
 def _listing(strategy: str) -> str:
-    near = difflib.get_close_matches(strategy, ENTRIES, 1)
-    if near:
-        return (
-            f"Did you mean {near[0]!r}? `keras-psplus run --list` shows all. Received: {strategy!r}"
-        )
+    if near := specs.nearest(strategy, ENTRIES):
+        return f"Did you mean {near!r}? `keras-psplus run --list` shows all. Received: {strategy!r}"
     return (
         f"Give one of {', '.join(ENTRIES)}, or the path of a .py file that defines `strategy()`. "
         f"Received: {strategy!r}"

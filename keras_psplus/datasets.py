@@ -134,7 +134,7 @@ def _objection_to_operation(node: Any, functions: set[str], is_trusted: bool) ->
 _as_it_is = tf.autograph.experimental.do_not_convert
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
-# What a worker can be given of the elements before the maps.
+# Specs of elements before the maps that a worker can be given.
 _ELEMENTS = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
 
 _Remake = Callable[[Any, tf.data.Dataset], tf.data.Dataset]
@@ -193,7 +193,6 @@ class Pipeline(NamedTuple):
         """Makes the dataset again, of some rows of each batch.
 
         Args:
-            elements: `tf.data.Dataset` like `elements`.
             start: Function from the number of rows of a batch to the first one that is wanted.
             count: How many rows are wanted, or all from the first one if there are fewer.
 

@@ -426,7 +426,7 @@ def memory(traits: Traits, work: Work, workers: int) -> float:
         own = cut / workers + work.elements - cut
         return WORD * (own * (2 + slots) + work.table_elements / workers * (1 + slots) + rows)
     tables = [t.elements for t in work.tables if traits.path != "hybrid" or not _is_served(t)]
-    # What compressors leave out is kept for the next step; casts leave nothing, nor do factors.
+    # Residuals of compressors are kept for the next step; casts have none, nor do factors.
     name = (traits.compression or "").partition(":")[0]
     residual = name in ("int8", "sign", "topk", "randomk", "powersgd")
     anchors = 2 if traits.updates == "local" else traits.updates == "accumulate"

@@ -24,7 +24,7 @@ from keras_psplus.cluster.monitor import task_report
 from keras_psplus.log import logger
 
 _SUFFIXES = (".weights.h5", ".keras")
-# What a file is known by: its time, size and inode.
+# Identity of a file: its time, size and inode.
 _Identity = tuple[int, int, int]
 
 
@@ -168,9 +168,6 @@ class _TrainingEnd(threading.Event):
     """Event that is set when training has ended.
 
     The launcher says so, or the chief could be reached once and has ended.
-
-    Args:
-        task: This process's `TaskConfig`, or None without a cluster.
     """
 
     def __init__(self, task: TaskConfig | None) -> None:

@@ -6,7 +6,7 @@ They are read here without TensorFlow, so that the launcher can refuse wrong one
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -53,11 +53,16 @@ UPDATES = {
 UPDATES_ALLOWED = '"accumulate:4", "local_sgd:8", "diloco:100" (or other numbers of steps)'
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a wrong one is meant to be, or None."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1)), None)
+
+
 def hint(text: object, forms: Mapping[str, Form]) -> str:
     """A sentence with the name that is nearest to a wrong text; empty without one."""
     name, colon, value = text.partition(":") if isinstance(text, str) else ("", "", "")
-    near = difflib.get_close_matches(name, forms, 1)
-    return f" Did you mean {near[0] + colon + value!r}?" if near and near[0] != name else ""
+    near = nearest(name, forms)
+    return f" Did you mean {near + colon + value!r}?" if near and near != name else ""
 
 
 def parse(text: str, forms: Mapping[str, Form]) -> tuple[str, list[Any]] | None:

@@ -46,7 +46,7 @@ parameter_server: worker_function traffic data state pulls aggregation dynamic_t
 pipeline: stages schedule boundary microbatches replicas traffic costs plan splitter context
     traced_step step_function pipedream engine strategy
 sharding: places variable exchange sums store weight units plan extended engine full_engine
-tensor_parallel: mesh group variable rules layer_calls plan engine strategy
+tensor_parallel: mesh group variable rules mesh_row layer_calls plan engine strategy
 tables: policies keys rounding chunks index row_optimizer admission snapshot store files
     row_variable local imports versions reader
 """

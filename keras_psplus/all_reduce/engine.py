@@ -162,7 +162,7 @@ class AllReduceEngine(DistributedEngine):
         seed, offset = call.proceed(), step.rank * _SEED_STRIDE % (1 << 31)
         return seed + tf.constant([offset, 0], seed.dtype) if offset else seed
 
-    # What layers and users' steps ask of all replicas: one without its own rows adds none.
+    # Sums and gathers over all replicas for layers and users' steps: an empty replica adds no rows.
     # Gradients of such sums and gathers are sums as well, and pass here.
 
     @answers("all_reduce")

@@ -498,11 +498,7 @@ _ALONE_SECONDS = 10.0
 def watch(
     control: ControlPlane, progress: Progress, marks: StepMarks, takes_steps_alone: bool
 ) -> None:
-    """Starts a thread that checks whether a step waits for a stopped worker.
-
-    Args:
-        takes_steps_alone: Whether workers may take steps without waiting for the others.
-    """
+    """Starts a thread that checks whether a step waits for a stopped worker."""
     args = control, progress, marks, takes_steps_alone
     threading.Thread(target=_run, args=args, name="stop watch", daemon=True).start()
 

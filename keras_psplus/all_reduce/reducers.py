@@ -73,7 +73,6 @@ class GradientSum:
 
     Args:
         bucket_bytes: Size at which a bucket is sent, in bytes of uncompressed gradients.
-        timed: Whether to measure for how long gradients are waited for.
     """
 
     def __init__(self, bucket_bytes: int, timed: bool, states: ReplicaStates) -> None:
@@ -422,9 +421,6 @@ class GradientReducer:
         """Sums gradients, in replica context.
 
         Args:
-            grads: List of tensors of static shapes or `tf.IndexedSlices`.
-            variables: Their variables, with a `path` and a `shape`.
-            step: int64 scalar, the same on all replicas.
             owner: Object that residuals live as long as: the optimizer.
             kind: `"gradient"`; `"change"` for what weights have changed by, with residuals of its
                 own; `"group"` for sums over the replica's group alone; or `"copy"`, which is not

@@ -317,7 +317,7 @@ class MultiWorkerMirroredStrategy(StrategyBase, tf.distribute.MultiWorkerMirrore
             tracing = contextlib.nullcontext() if tf.executing_eagerly() else marks.tracing()
             with tracing, MirroredReplicaStep(self.engine, self.extended, batch) as step:
                 result = fn(*args, **kwargs)
-                # What a custom loop changed through Keras; a Keras step has none left here.
+                # Variables that a custom loop changed through Keras; a Keras step has none left.
                 step.synchronise(means=step.changed)
             marks.finished(device, result)
             return result

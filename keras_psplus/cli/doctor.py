@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -77,8 +76,9 @@ def main(argv: list[str]) -> int:
     if options.links:
         return show_links(as_json=options.json)
     if flags.read_hosts(options):
-        ssh = None if options.ssh is None else shlex.split(options.ssh)
-        return host_doctor.check(options.hosts, ssh, options.remote_python, options.start_timeout)
+        return host_doctor.check(
+            options.hosts, options.ssh, options.remote_python, options.start_timeout
+        )
     if options.json:
         raise UsageError("--json goes with --hooks and --links. Received: --json")
     problems: list[str] = []

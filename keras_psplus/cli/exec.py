@@ -52,8 +52,9 @@ def main(argv: list[str]) -> int:
         grace_seconds()  # raises ValueError
     except (ClusterConfigError, ValueError) as error:
         raise UsageError(str(error)) from None
+    remarks = flags.remarks(parser, command, config.num_workers if config else 1)
     if config is None or config.is_chief:
-        for remark in flags.remarks(parser, command):
+        for remark in remarks:
             warn(remark)
     sys.stdout.flush()
     sys.stderr.flush()

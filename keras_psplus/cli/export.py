@@ -55,9 +55,6 @@ def manifest(options: argparse.Namespace, command: list[str]) -> str:
 
     Args:
         command: The script, in the image, and its arguments.
-
-    Raises:
-        UsageError: If flags are missing, or do not go together.
     """
     if not options.image:
         raise UsageError("name the image that has the script: --image example/train:1")

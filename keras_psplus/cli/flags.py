@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 
 from keras_psplus import catalogue, specs
 from keras_psplus.catalogue import Entry
+from keras_psplus.cli import foreign_calls
 from keras_psplus.cluster.console import NoiseFilter
 from keras_psplus.cluster.launcher import remote
 from keras_psplus.cluster.launcher.task_ends import ClusterResult
@@ -89,6 +89,10 @@ class Parser(argparse.ArgumentParser):
         """Adds a flag whose values are separated by commas."""
         self._add(name, help, type=functools.partial(_texts, name))
 
+    def words(self, name: str, help: str) -> None:
+        """Adds a flag whose value is a command, as a shell splits it."""
+        self._add(name, help, type=functools.partial(_words, name))
+
     def number(
         self, name: str, kind: type, help: str, default: Any = None, least: float = 0
     ) -> None:
@@ -140,8 +144,8 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{error}. Received: {shlex.join(argv)}") from None
         if unknown:
             given = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(given, self.names, 1)
-            name = _HABITS.get(given.replace("_", "-"), self.names[near[0]] if near else None)
+            near = specs.nearest(given, self.names)
+            name = _HABITS.get(given.replace("_", "-"), self.names[near] if near else None)
             hint = f" Did you mean: --{name}?" if name in self.names.values() else ""
             raise UsageError(f"There is no such flag.{hint} Received: {unknown[0]}")
         if options.command[:1] == ["--"]:
@@ -185,6 +189,13 @@ def _texts(name: str, text: str) -> list[str]:
     return [word.strip() for word in _text(name, text).split(",")]
 
 
+def _words(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(_text(name, text))
+    except ValueError as error:
+        raise UsageError(f"--{name} is no command: {error}. Received: --{name}={text}") from None
+
+
 def _number(name: str, kind: type, least: float, text: str) -> Any:
     try:
         value = kind(_text(name, text))
@@ -206,11 +217,15 @@ def check_script(command: list[str]) -> None:
         raise UsageError(f"there is no script {command[0]!r}")
 
 
-def remarks(parser: Parser, command: list[str]) -> list[str]:
+def remarks(parser: Parser, command: list[str], trains: int) -> list[str]:
     """Warnings about probable mistakes: flags behind the script, another backend of Keras.
 
     Args:
         command: The script, which exists, and its arguments.
+        trains: Number of tasks that train.
+
+    Raises:
+        UsageError: If the script leaves it to another library that they train together.
     """
     lines = []
     script = pathlib.Path(command[0]).read_text(errors="replace")
@@ -222,44 +237,16 @@ def remarks(parser: Parser, command: list[str]) -> list[str]:
         lines.append(
             f"{listed}: behind the script, and so passed to it; flags of keras-psplus go before it"
         )
-    lines += _foreign_calls(command[0], script)
+    if trains > 1 and (calls := foreign_calls.find(command[0], script)):
+        if foreign_calls.are_alone(script):
+            raise UsageError(f"{calls[0]}. Received: {command[0]}")
+        lines += calls
     backend = os.environ.get("KERAS_BACKEND", "")
     if backend not in ("", "tensorflow") and "KERAS_BACKEND" not in script:
         lines.append(
             f"KERAS_BACKEND={backend}: the strategies need Keras's TensorFlow backend; unset it"
         )
     return lines
-
-
-# Calls of other libraries for training in several processes, and what is written in their place.
-_FOREIGN = {
-    r"\btf\.distribute\.(?:experimental\.)?(?:MultiWorker)?MirroredStrategy\(": (
-        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
-    ),
-    r"\btf\.distribute\.(?:experimental\.)?ParameterServerStrategy\(": (
-        "strategy = keras_psplus.ParameterServerStrategy()"
-    ),
-    r"\bhvd\.init\(": "strategy = keras_psplus.MultiWorkerMirroredStrategy()",
-    r"\b(?:torch\.distributed|dist)\.init_process_group\(": (
-        "strategy = keras_psplus.MultiWorkerMirroredStrategy()"
-    ),
-}
-
-
-def _foreign_calls(path: str, script: str) -> list[str]:
-    """Warnings of calls by which each task would train alone, or not at all."""
-    if "tf_keras" in script or os.environ.get("TF_USE_LEGACY_KERAS") == "1":
-        return []
-    found: dict[str, tuple[int, str, str]] = {}
-    for number, line in enumerate(script.splitlines(), 1):
-        for pattern, ours in _FOREIGN.items():
-            if call := re.search(pattern, line.partition("#")[0]):
-                found.setdefault(pattern, (number, f"{call.group()}...)", ours))
-    return [
-        f"{path}:{number}: {call} does not have the tasks train together under Keras 3: write "
-        f"`{ours}`, and `with strategy.scope():` where the model is made"
-        for number, call, ours in found.values()
-    ]
 
 
 # Checks of flags of `run` that conflict, before anything is started.
@@ -357,9 +344,6 @@ def read_layout(options: argparse.Namespace) -> tuple[dict[str, Any], int | None
     Returns:
         Dict of arguments of `plan_tasks`, and how many workers begin if others are to join and
         leave, else None.
-
-    Raises:
-        UsageError: If they make no cluster.
     """
     chief = chief_of(options)
     least, workers = workers_of(options.workers)
@@ -389,9 +373,6 @@ def workers_of(text: str | None) -> tuple[int | None, int | None]:
 
     Args:
         text: The flag --workers, or None.
-
-    Raises:
-        UsageError: If it is neither a number nor a range.
     """
     if text is None:
         return None, None
@@ -440,8 +421,8 @@ def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> No
         "Hosts of the tasks in order (chief, workers, ps), started by ssh in this folder: A,B or "
         "A:2,B:2 for two tasks each (a number from 1000 on is a port; default: 2222 and up).",
     )
-    parser.text("hostfile", "The same in a file as OpenMPI's, a line for each: `A slots=2`.")
-    parser.text(
+    parser.text("hostfile", "Hosts of the tasks in a file as OpenMPI's, with lines as `A slots=2`.")
+    parser.words(
         "ssh",
         "Command that reaches a host, e.g. 'ssh -p 2222' (default: ssh; this machine's own tasks "
         "need none).",
@@ -457,20 +438,20 @@ def add_hosts(parser: Parser, start_seconds: float = remote.START_SECONDS) -> No
 
 
 def read_hosts(options: argparse.Namespace) -> bool:
-    """Has `hosts` name the host of each task; returns whether there are any.
-
-    Raises:
-        ValueError: If that is not known, or a flag goes with `--hosts` alone.
-    """
-    if options.hostfile is not None:
+    """Has `hosts` name the host of each task; returns whether there are any."""
+    if options.hostfile is not None and options.hosts is not None:
+        raise UsageError(
+            "--hosts and --hostfile name the same: leave out one. "
+            f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
+        )
+    try:
+        if options.hostfile is not None:
+            options.hosts = remote.read_hostfile(options.hostfile)
         if options.hosts is not None:
-            raise UsageError(
-                "--hosts and --hostfile name the same: leave out one. "
-                f"Received: --hosts={','.join(options.hosts)}, --hostfile={options.hostfile}"
-            )
-        options.hosts = remote.read_hostfile(options.hostfile)
+            options.hosts = remote.expand(options.hosts)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if options.hosts is not None:
-        options.hosts = remote.expand(options.hosts)
         if not options.hosts:
             raise UsageError(f"no host is named. Received: --hostfile={options.hostfile}")
         if getattr(options, "warm", False):
@@ -478,7 +459,8 @@ def read_hosts(options: argparse.Namespace) -> bool:
         return True
     for name in ("ssh", "remote_python"):
         if (value := getattr(options, name)) is not None:
-            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={value}")
+            given = value if isinstance(value, str) else shlex.join(value)
+            raise UsageError(f"--{name} goes with --hosts. Received: --{name}={given}")
     return False
 
 
@@ -506,11 +488,7 @@ def log_dir(folder: str | None) -> pathlib.Path:
 
 
 def json_log(path: str | None) -> JsonLog | None:
-    """Creates the JSON log, if one is wanted, so that errors show at once.
-
-    Raises:
-        UsageError: If it cannot be written.
-    """
+    """Creates the JSON log, if one is wanted, so that errors show at once."""
     if path is None:
         return None
     log = JsonLog(path)
@@ -561,11 +539,7 @@ def add_outputs(parser: Parser) -> None:
 
 
 def trace(path: str | None, steps: int) -> tuple[pathlib.Path, int] | None:
-    """Creates the file of a trace, so that errors show at once.
-
-    Raises:
-        UsageError: If it cannot be written.
-    """
+    """Creates the file of a trace, so that errors show at once."""
     if path is None:
         return None
     try:

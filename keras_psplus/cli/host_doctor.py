@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keras_psplus.cli.flags import UsageError
 from keras_psplus.cluster.config import split_address
 from keras_psplus.cluster.environment import Task, plan_tasks
 from keras_psplus.cluster.launcher import host_check
@@ -83,7 +84,7 @@ class _Host:
         try:
             self._process.stdin.write(f"{line}\n".encode())
         except OSError:
-            pass  # What it has written says why.
+            pass  # Its own output says why.
 
     def _line(self, deadline: float) -> dict[str, Any] | None:
         """The next line of JSON; None with the problem noted."""
@@ -116,7 +117,10 @@ def check(
         seconds: How long all may take.
     """
     way = RemoteHosts(hosts, ssh, python, seconds)
-    tasks = plan_tasks(workers=len(hosts), hosts=way.addresses)
+    try:
+        tasks = plan_tasks(workers=len(hosts), hosts=way.addresses)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     way.place(tasks)
     ports = _ports(tasks)
     first: dict[str, int] = {}
@@ -182,7 +186,7 @@ def _measure(
         pairs = [
             (name, other)
             for name, other in zip(names, names[distance:] + names[:distance])
-            if other in ports and f"{other}:{ports[other]}" not in unreached[name]
+            if other in ports and host_check.name_of((other, ports[other])) not in unreached[name]
         ]
         # Round trips of a link that is full would be longer.
         for what in ("trip", "send"):

@@ -98,9 +98,6 @@ def ask(
 
     Returns:
         The answer of `keras_psplus.core.plan`.
-
-    Raises:
-        ScriptError: If the script has failed, or has ended without a call of `fit`.
     """
     with tempfile.TemporaryDirectory(prefix="keras_psplus_") as folder:
         file = pathlib.Path(folder) / "plan.json"

@@ -93,20 +93,20 @@ def main(argv: list[str]) -> int:
             gpus = None if hosts else options.gpus_per_worker
             print(_recipe(shown, env, layout, hosts, gpus))
             return 0
+        remarks = flags.remarks(parser, command, layout["workers"] + layout["chief"])
         log_dir = flags.log_dir(options.log_dir)
         json_log = flags.json_log(options.json_log)
         trace_to = flags.trace(options.trace, options.trace_steps)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    for remark in flags.remarks(parser, command):
+    for remark in remarks:
         warn(remark)
     live = "chief-0" if layout["chief"] else "worker-0"
     way = None
     if options.hosts:
-        ssh = None if options.ssh is None else shlex.split(options.ssh)
         way = RemoteHosts(
             options.hosts,
-            ssh,
+            options.ssh,
             options.remote_python,
             options.start_timeout,
             options.gpus_per_worker,

@@ -82,7 +82,7 @@ def _slowest(said: list[dict[str, Any]]) -> step_times.Slowest | None:
 def _task(name: str, task: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     code = task["exit_code"]
     state = process_identity.state_of(task["pid"], task["birth"])
-    # What was said before a restart is not of the new process.
+    # Lines from before a restart are not of the new process.
     is_of_process = said.get("timestamp", "") >= task["began"]
     return {
         "role": name.rpartition("-")[0],

@@ -293,11 +293,7 @@ class Session:
         self._caller, self._numbers = secrets.token_hex(16), itertools.count(1)
 
     def open(self) -> Any:
-        """Opens the session; returns the gate's hint.
-
-        Raises:
-            AnotherProcessError: If another process answers than the one that is meant.
-        """
+        """Opens the session; returns the gate's hint."""
         answer = self._read(self._send(json.dumps({"open": True})))
         session, process = str(answer.get("session")), str(answer.get("process"))
         if self.process not in (None, process):
@@ -495,11 +491,7 @@ class ChannelClient:
             self._channel = None
 
     def send(self, text: str, timeout: float) -> str:
-        """Sends a message and returns the answer's text.
-
-        Raises:
-            ChannelError: If there is none.
-        """
+        """Sends a message and returns the answer's text."""
         grpc, message = load_grpc(), text.encode()
         if len(message) > LONGEST:
             raise ChannelError(

@@ -96,13 +96,13 @@ def describe(tasks: Mapping[str, Mapping[str, str]]) -> str:
     return f"{len(names)} tasks share GPU {shared}, and each takes the memory that it needs"
 
 
-# What tasks of one job have in common, and those of others do not.
+# Secret that the tasks of one job share.
 TOKEN_VARIABLE = "KERAS_PSPLUS_JOB_TOKEN"
-# How often the launcher has started the job before.
+# Number of times that the launcher has started the job before.
 RESTART_VARIABLE = "KERAS_PSPLUS_RESTART"
 # With how many workers a job of a range of them begins.
 MIN_WORKERS_VARIABLE = "KERAS_PSPLUS_MIN_WORKERS"
-# How an evaluator hears that training has ended: "stdin", by the end of its standard input.
+# Sign of training's end for an evaluator: "stdin", the end of its standard input.
 TRAINING_END_VARIABLE = "KERAS_PSPLUS_TRAINING_END"
 _DEFAULT_PORT = 2222
 _MIN_INTER_OP_THREADS = 2  # with one, an operation that waits for a peer blocks all others
@@ -244,7 +244,7 @@ def _addresses(hosts: Sequence[str] | None, total: int) -> list[str]:
     addresses: list[str] = []
     used: set[str] = set()
     for host in hosts:
-        address = host if _has_port(host) else _next_address(host, used)
+        address = host if has_port(host) else _next_address(host, used)
         if address in used:
             raise ValueError(
                 f"Two tasks have the address {address!r}. Received: hosts={','.join(hosts)}"
@@ -259,7 +259,8 @@ def _next_address(host: str, used: set[str]) -> str:
     return next(address for port in ports if (address := f"{host}:{port}") not in used)
 
 
-def _has_port(host: str) -> bool:
+def has_port(host: str) -> bool:
+    """Whether a host is named with a port behind it."""
     return host.rpartition("]")[2].count(":") == 1
 
 

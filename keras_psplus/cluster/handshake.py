@@ -227,10 +227,6 @@ def dial(
         The `PeerIdentity` of a task that is waiting too; `None` if another server
         (TensorFlow's) accepted. Without a token it may be an unproven one: of a task that was
         started with another cluster.
-
-    Raises:
-        StrangerError: If a task of another job answers, and this one has a token.
-        OSError: If nobody is there; the message says how it showed.
     """
     own_tls = Tls.from_env()
     connect(address, timeout).close()
@@ -263,9 +259,6 @@ def explain_tls(address: str, own: Tls | None, met: str) -> bool:
 
     Returns:
         Whether it is a server that knows nothing of this library, such as TensorFlow's.
-
-    Raises:
-        TlsError: If one of the two speaks TLS and the other does not, or does not trust it.
     """
     if speaks_tls(address, ANSWER_TIMEOUT):
         if own is None:

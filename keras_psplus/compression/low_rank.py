@@ -196,7 +196,7 @@ def _matrix(tensor: tf.Tensor, rows: int, columns: int) -> tf.Tensor:
 
 def _orthonormal(p: tf.Tensor) -> tf.Tensor:
     """Orthonormal columns that span those of `p` (and more, if these are dependent)."""
-    # What becomes of NaN in a QR decomposition differs between libraries.
+    # Libraries differ in the QR decomposition of NaN.
     finite = tf.reduce_all(tf.math.is_finite(p))
     p = tf.where(finite, p, 0.0)
     orthonormal = gram_schmidt(p) if has_gpus() else tf.linalg.qr(p)[0]

@@ -82,7 +82,7 @@ class MatrixPlusOuterProduct:
             with tf.device("CPU:0"):
                 inner = tf.shape(left)[0]
                 is_thin = inner <= most
-                # What is added up leaves no rows of the factors, and needs no more branches.
+                # A sum leaves no rows of the factors, and needs no more branches.
                 inner = tf.where(is_thin, inner, 0)
             matrix = tf.cond(
                 is_thin,

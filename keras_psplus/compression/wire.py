@@ -16,7 +16,7 @@ from keras_psplus.compression.error_feedback import ErrorFeedback
 from keras_psplus.compression.quantize import Int8, Sign
 from keras_psplus.compression.sparse import TopK
 
-# What kernels know a format by.
+# Types by which kernels know a format.
 _CODES = {Int8: tf.int8, Sign: tf.int32}
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 # A process that ends does not wait longer than this for what is still being destroyed.
 _EXIT_SECONDS = 5.0
-# What `sys.getrefcount` says of an object that only a list has: the list's reference and its own.
+# `sys.getrefcount` of an object that only a list has: the list's reference and its own.
 _UNUSED = 2
 
 
@@ -263,7 +263,7 @@ def skip(iterator: Any, epochs: int, batches: int) -> None:
         )
     if epochs:
         _pass_epochs(iterator, epochs)
-        # What Keras had begun.
+        # Begin again as Keras had begun.
         iterator._epoch_iterator = iterator._enumerate_iterator()
     for _ in range(0, batches, several):
         begun = next(iterator._epoch_iterator, None)

@@ -54,7 +54,7 @@ def exist() -> bool:
 def forget_unused() -> None:
     """Collects strategies that are no longer referenced."""
     if not _of_clusters:
-        # What one collection frees may be what holds the next.
+        # Objects freed by one collection may have held those of the next.
         for _ in range(_COLLECTIONS):
             if not gc.collect():
                 break

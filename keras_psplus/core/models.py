@@ -82,7 +82,7 @@ class Builder:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        # What a step leaves unbuilt, by the step's name: it is not traced again for that.
+        # Layers that a step leaves unbuilt, by the step's name: it is not traced again for them.
         self._left = weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]]()
 
     def build(self, model: keras.Model, step_name: str, batch: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus import specs
 from keras_psplus.callbacks import CommunicationMonitor, add_step_report
 from keras_psplus.cluster.discovery import find
 from keras_psplus.cluster.monitor import goodput, step_times, task_report
@@ -261,8 +261,9 @@ class StrategyEngine(Engine):
         if self.is_distributed:
             raise ValueError(
                 f"{type(self.strategy).__name__} has no place for a DynamicEmbedding's table, "
-                "which every worker would make by itself. Use keras_psplus.HybridStrategy, whose "
-                f"parameter servers share it. Received: the table '{call.owner.path}'"
+                "which every replica would make by itself. Use keras_psplus.HybridStrategy with "
+                "parameter servers, which share it, or one process with one device. "
+                f"Received: the table '{call.owner.path}'"
             )
         return call.proceed()
 
@@ -318,8 +319,8 @@ class StrategyBase:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
         for name in () if takes_all else options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean `{near[0]}`?" if near else ""
+                near = specs.nearest(name, known)
+                hint = f" Did you mean `{near}`?" if near else ""
                 raise TypeError(
                     f"{cls.__name__} has no argument `{name}`.{hint} "
                     f"Received: {name}={options[name]!r}"

@@ -30,11 +30,7 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Checks that a path, if there is something, is no FIFO, socket, device or folder.
-
-    Raises:
-        OSError: If it is.
-    """
+    """Checks that a path, if there is something, is no FIFO, socket, device or folder."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -100,9 +96,6 @@ def from_json(text: str | bytes, must_have_digest: bool = False) -> dict[str, An
 
     Args:
         must_have_digest: Whether a dict without one is refused.
-
-    Raises:
-        ValueError: If it is no dict, or its digest is another.
     """
     try:
         content = json.loads(text)
@@ -168,9 +161,6 @@ def translated(
 
     Args:
         message: Function of the reason, as TensorFlow or the system gives it.
-
-    Raises:
-        OSError: In their place.
     """
     try:
         yield

@@ -42,7 +42,6 @@ def claim(
     """Makes this process the owner of a folder, creating the folder if necessary.
 
     Args:
-        owner: Name of this process, for others.
         argument: Name of the argument by which the user gave the folder, for messages.
         job: Secret or number that this job alone has, over all of its starts; None for none.
 
@@ -135,7 +134,7 @@ class _Owner:
     def _beat(self) -> None:
         seconds = _beat_seconds(self._folder)
         while not self._ends.wait(seconds):
-            # What is wrong with the disk is said when a state is written to it.
+            # A fault of the disk is reported when a state is written to it.
             with contextlib.suppress(OSError, tf.errors.OpError, ValueError):
                 now = self._read()
                 if now is None or now["id"] != self._facts["id"]:

@@ -39,7 +39,7 @@ def replace(path: str | os.PathLike[str], content: bytes, is_durable: bool = Tru
 def sync(path: str) -> None:
     """Waits until the disk has a file, or a folder's list of files."""
     if "://" in path:
-        return  # What is not a local disk has it once the file is closed.
+        return  # Other file systems have it once the file is closed.
     handle = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -23,7 +23,7 @@ from keras_psplus.files.replace import replace, sync
 # that neither who writes nor who reads it ever has more than that in memory beside the table.
 
 
-# What is read at once, and what is written at once and makes one file.
+# Bytes that are read at once, and those that are written at once and make one file.
 _SLICE_BYTES = 4 << 20
 _FILE_BYTES = 128 << 20
 # Where TensorFlow's operation was, which says nothing to people.
@@ -159,10 +159,7 @@ def read_share(
     Args:
         variable: `tf.Variable` of the server's rows.
         paths: Paths of the files of all servers that have written, in their order.
-        name: The variable's name there.
         shape: Rows of the whole table, and the numbers in a row.
-        servers: Number of servers now.
-        progress: Function that is called after every part.
     """
     rows, dim = shape
     common = math.gcd(len(paths), servers)
@@ -462,11 +459,7 @@ def latest(directory: str, name: str = LATEST) -> list[str]:
 
 
 def read_list(directory: str) -> dict[str, Any] | None:
-    """Contents of a folder, a dict, or None if it is incomplete.
-
-    Raises:
-        ValueError: If it is damaged, or another version of the library has written it.
-    """
+    """Contents of a folder, a dict, or None if it is incomplete."""
     path = os.path.join(directory, LIST)
     if not tf.io.gfile.exists(path):
         return None

@@ -31,7 +31,7 @@ from keras_psplus.tf_internals import resource_variable_ops
 # `rpc_auth.with_key_check` authenticate calls.
 
 
-# How TensorFlow says that there is no such method.
+# TensorFlow's message for a method that does not exist.
 NOT_REGISTERED = "(?s).* is not registered.*"
 # The same of those that go with an optimizer.
 OF_OPTIMIZER = r"/(push|norm|commit)\d+ is not registered"
@@ -269,7 +269,7 @@ class RpcClient:
             "it cannot be reached any more",
         )
         away = tf.reduce_any(tf.equal(code, [_DEADLINE, _UNAVAILABLE]))
-        # What was traced for an optimizer calls methods that go with it.
+        # Functions traced for an optimizer call methods that go with it.
         replaced = tf.strings.regex_full_match(message, f"(?s).*{OF_OPTIMIZER}.*")
         reason = tf.where(
             replaced,

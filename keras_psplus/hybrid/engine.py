@@ -92,7 +92,7 @@ class TableEngine(_Replicas):
     def _fit(self, call: Call) -> Any:
         if not self.strategy.prefetch:
             return super()._train(call)
-        # What was read for a batch that did not come any more.
+        # Rows were read ahead for a batch that never came.
         self.strategy.extended.rows_ahead.forget()
         runs_eagerly = call.owner.run_eagerly
         if runs_eagerly:
@@ -249,12 +249,12 @@ class TableEngine(_Replicas):
         squares = self.strategy.extended.square_of(every)
         if norm:
             own = self._squares(optimizer, [grads[i] for i in dense], [variables[i] for i in dense])
-            scale = _scale_of([*own, *squares], norm)
+            scale = sums.scale_of([*own, *squares], optimizer)
             scaled = functools.partial(self._scaled, scale)
             grads = _on_dense(scaled, optimizer, grads, variables, dense)
             scales = [scale] * len(tables)
         else:
-            scales = [_scale_of([one], optimizer.clipnorm) for one in squares]
+            scales = [sums.scale_of([one], optimizer) for one in squares]
         for i, scale in zip(tables, scales):
             grads[i] = _Scaled(scale)
         return grads
@@ -262,8 +262,7 @@ class TableEngine(_Replicas):
     # Of gradients of what lies on workers.
 
     def _squares(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        return [tf.reduce_sum(tf.square(tf.cast(one, tf.float32))) for one in values]
+        return sums.squares_of(grads, (), lambda squares: squares)
 
     def _scaled(
         self, scale: tf.Tensor, optimizer: Optimizer, grads: Gradients, variables: Variables
@@ -411,10 +410,3 @@ def _table_with_rows(variable: keras.Variable, gradient: Any) -> Table:
             f"The gradient of the table '{table.name}' must be one of rows. Received: {gradient}"
         )
     return table
-
-
-def _scale_of(squares: Sequence[tf.Tensor], limit: float) -> tf.Tensor:
-    """Scale that brings gradients of these squared norms to a norm of at most `limit`."""
-    norm = tf.sqrt(tf.add_n(squares))
-    # A norm that is not finite makes all gradients so, as in Keras.
-    return limit / tf.maximum(norm, limit) + (norm - norm)

@@ -135,7 +135,7 @@ def _check_repeatable(operation: tf.Operation) -> None:
 # Larger tables are not made whole on every server, so their rows differ from one process's.
 _WHOLE_BYTES = 1 << 30
 _BLOCK_ROWS = 1 << 16
-# What is made at once.
+# Bytes that are made at once.
 _PART_BYTES = 1 << 20
 # Operations that make groups of four numbers from a counter, and how far it goes for a group.
 _COUNTS = {

@@ -255,7 +255,7 @@ class Servers:
             (task_name(job, index), address) for job, index, address in task.tasks() if job == "ps"
         ]
         self._timeout, self._patience, self._recovers = timeout, patience, recovers
-        # What a server would have to hear to take the place of another one.
+        # A server that takes the place of another one has to hear all of this.
         self._greeting: dict[str, Any] = {}
         self._made: list[tuple[str, dict[str, Any]]] = []
         self._assigned: collections.Counter[tuple[int, int]] = collections.Counter()

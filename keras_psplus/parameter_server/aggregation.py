@@ -277,7 +277,7 @@ class GradientSum(NamedTuple):
         ) -> tuple[tf.Tensor, ...]:
             with tf.device(self.target.device):
                 its_stamp, more, numbers = self._dequeue(queue)
-                # What a worker that was given up has sent since is not of this attempt.
+                # Rows that a worker has sent since it was given up are not of this attempt.
                 is_ours = tf.cast(tf.equal(tf.ensure_shape(its_stamp, []), stamp), tf.int32)
                 rows = is_ours * tf.shape(numbers)[0]
                 values = tf.concat([values, tf.ensure_shape(more, self._row_shape)[:rows]], 0)

@@ -418,7 +418,7 @@ class ParameterServerEngine(DistributedEngine):
         if step is None or is_alone:
             return losses.gradient(call)
         if step.is_inside:
-            # What leaves a function, or is computed row by row, counts when it is handed over.
+            # Gradients that leave a function, or are computed row by row, count when handed over.
             grads = losses.gradient_of_own_mean(call)
             return step.note_inside(grads, call.get("sources"))
         return losses.note_gradients(call, losses.gradient(call), step, step.note)

@@ -135,7 +135,7 @@ class Placement:
     def __init__(self, weights: Sequence[float], cuts_finely: bool = False) -> None:
         self._cuts_finely = cuts_finely
         self.weights = [weight / sum(weights) for weight in weights]
-        # What is trained has an optimizer's slots beside it, so that each kind is balanced alone.
+        # Trained variables have an optimizer's slots beside them: each kind is balanced alone.
         self._bytes = {is_trained: [0] * len(weights) for is_trained in (True, False)}
 
     @property

@@ -538,7 +538,7 @@ class ShardedVariable(WrittenVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        # What the tape knows the variable by.
+        # The tape knows the variable by this.
         return self._shard_or_first().handle
 
     @property
@@ -592,7 +592,7 @@ class ShardedVariable(WrittenVariable):
         starts = tf.constant(self.offsets[1:], indices.dtype)
         owners = tf.searchsorted(starts, indices, side="right")
         first = tf.gather(tf.constant(self.offsets, indices.dtype), owners)
-        # What is out of range belongs to the first or the last shard, which says so.
+        # Indices out of range belong to the first or the last shard, which says so.
         return tf.dynamic_partition(indices - first, owners, len(self.shards)), owners
 
     def _decompose_slices(self, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:

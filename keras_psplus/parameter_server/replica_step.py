@@ -168,7 +168,7 @@ class WorkerReplicaStep(ReplicaStep):
             self.first_hand_over = len(self._graph.get_operations())
         parts = ((call.part_of(one) for call in self._calls) for one in gradients)
         found = [next((p for p in of_one if p is not None), None) for of_one in parts]
-        # What no tape has returned is a mean over the rows of this share, as its losses are.
+        # A gradient that no tape has returned is a mean over this share's rows, as its losses are.
         gradients = [
             map_values(self.scale_by_batch_fraction, g) if part is None else part
             for g, part in zip(gradients, found)

@@ -130,7 +130,7 @@ def _unique(found: Iterable[Any]) -> list[Any]:
     return list({id(one): one for one in found}.values())
 
 
-# What does not change a variable.
+# Operations that do not change a variable.
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
@@ -315,7 +315,7 @@ def _begins(op: tf.Operation, inside: set[tf.Operation], needed: Collection[tf.O
 
 
 _CALL_CONTEXT = "current_call_ctx"
-# What may be done twice, of operations with a state, beside reads.
+# Operations with a state, beside reads, that may be done twice.
 _CONTROL_FLOW = ("While", "If", "Case", "Assert")
 
 
@@ -335,7 +335,7 @@ class _Call:
 class StageReplay:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        # What replaces outputs and other inputs, by their ids; and results of calls by theirs.
+        # Replacements of outputs and other inputs, by their ids; and results of calls by theirs.
         self._found: dict[int, tf.Tensor] = {}
         self._results: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
         self._noted: _Call | None = None

@@ -228,7 +228,7 @@ class Recorder(ReplicaStep):
         self._inside = False
         self.calls: list[Any] = []
         self.applied: list[Any] = []
-        # What was there before any layer was called is made of the batch alone.
+        # Operations from before the first layer's call depend on the batch alone.
         self._given: set[tf.Operation] | None = None
 
     def call(self, original: Callable[..., Any], layer: keras.Layer, args: Any, kwargs: Any) -> Any:
@@ -324,7 +324,7 @@ def _costs(graph: tf.Graph, calls: Sequence[Any]) -> list[LayerCost]:
                 costs[makers.get(tensor.op, number)].kept += size / _ROWS
     users: dict[int, tuple[tf.Tensor, int, set[int]]] = {}
     for op in graph.get_operations():
-        # What is between layers belongs to the last of those that it uses.
+        # An operation between layers belongs to the last of those that it uses.
         own = [makers[tensor.op] for tensor in op.inputs if tensor.op in makers]
         user = makers.setdefault(op, max(own)) if own else makers.get(op)
         for tensor in op.inputs:

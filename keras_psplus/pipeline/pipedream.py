@@ -131,7 +131,7 @@ def keep_results_where_they_are(graph: tf.Graph) -> None:
 
 # Batches that are under way at the same time.
 _DEPTH = 2
-# How long those are waited for that have begun after one that has failed.
+# Seconds that batches may take to end that began after one that has failed.
 _SECONDS_TO_END = 10
 
 

@@ -52,10 +52,10 @@ def part_numbers(parts: list[tuple[int, int]]) -> list[int]:
     return [number for number, (first, end) in enumerate(parts) for _ in range(first, end)]
 
 
-# How much slower than the fastest a cut may be whose memory is more even; from how many times the
+# Slowdown beside the fastest allowed to a cut whose memory is more even; from how many times the
 # mean on a stage's memory counts as uneven; and bytes that fit everywhere.
 _SLOWER, _UNEVEN, _SMALL = 1.1, 1.5, 64e6
-# How much slower it may be for fewer bytes from stage to stage: about what measuring is off by.
+# Slowdown allowed for fewer bytes from stage to stage: about the error of measuring.
 _SLOWER_TO_SEND_LESS = 1.05
 
 

@@ -80,7 +80,7 @@ def _milliseconds(
     # Others use the processor as well: the least is nearest to what the layer takes.
     rounds = [(seconds(1), seconds(1 + repeats)) for _ in range(_ROUNDS)]
     alone, together = (min(of_rounds) for of_rounds in zip(*rounds))
-    # What a call of the function itself takes, on the way to a worker, is in both.
+    # The time of the call itself, on the way to a worker, is in both.
     if (repeated := together - min(once, alone)) > 0:
         return 1e3 * repeated / repeats
     # Others used the processor just then: the most that it can take.
@@ -116,7 +116,7 @@ def _repeated(
                 targets = [one for one in needed if one.dtype.is_floating]
                 found = tape.gradient(targets, sources, output_gradients=targets)
                 needed += [one for one in found if one is not None]
-            # What nothing is needed of would not be computed.
+            # TensorFlow would not compute results that nothing needs.
             return number + 1, total + tf.add_n([_first(one) for one in needed])
 
         return tf.while_loop(
@@ -505,7 +505,7 @@ class Splitter:
             if id(layer) in seen:
                 return
             seen.add(id(layer))
-            # What is inside a layer is where the layer is.
+            # A layer inside another one is where that one is.
             number = self._stages.of(layer) if number is None else number
             of_layer = [
                 *layer._trainable_variables,

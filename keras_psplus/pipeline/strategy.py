@@ -296,7 +296,7 @@ class PipelineStrategy(StrategyBase, tf.distribute.Strategy):
         context = PipelineContext(made, splitter, variables, copies, traffic, times)
         self._engine = PipelineEngine(self, context)
         self._communication = Communication()
-        # What a step waits for is not measured.
+        # The time that a step waits is not measured.
         self._communication.add_source(traffic.traffic, lambda: 0.0)
         super().__init__(PipelineExtended(self, made, host, copies.note_changed))
         if self._task is not None:

@@ -18,14 +18,14 @@ from keras_psplus.tf_internals import framework_ops as ops
 
 # Operations that belong to no layer get a device: that of their largest input.
 #
-# What is between layers (a skip connection's sum, the join of micro-batches), losses, metrics, the
-# sums of a variable's gradients and what an optimizer does to them would otherwise run on the
+# Operations between layers (a skip connection's sum, the join of micro-batches), losses, metrics,
+# sums of a variable's gradients and the updates of an optimizer would otherwise run on the
 # chief, and everything that they need would be sent there and back. Of inputs of one size, the one
-# nearest to where the result is needed counts. What is computed of the batch alone runs where its
+# nearest to where the result is needed counts. Operations on the batch alone run where their
 # results are used.
 
 
-# What a dimension that is not known counts as.
+# Size that an unknown dimension counts as.
 _UNKNOWN = 64
 # They need to know a tensor's shape, not the tensor, which must not be sent for that.
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank")

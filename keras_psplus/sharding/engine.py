@@ -29,7 +29,7 @@ from keras_psplus.sharding.variable import (
     in_update,
     on_worker,
 )
-from keras_psplus.sharding.weight import WholeWeight
+from keras_psplus.sharding.weight import PartOfWeight, WholeWeight
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer
@@ -171,6 +171,10 @@ class ShardedEngine(AllReduceEngine):
         """This worker's place among those that update parts of one variable."""
         return self.strategy.extended.store.rank
 
+    def _holds(self, place: Place) -> bool:
+        """Whether this worker updates a variable, or a part of it."""
+        return place.holds(self.strategy.extended.store.rank)
+
     def _placed(self, optimizer: Optimizer, variables: Variables) -> list[Place]:
         """Places of variables' updates."""
         places = self.plan_of(optimizer).in_updates
@@ -193,10 +197,9 @@ class ShardedEngine(AllReduceEngine):
         known |= set(owned if compresses else ())
         for i in [*cut, *owned]:
             grads[i] = with_shape(grads[i], variables[i])
-        rank = self._rank
         for i in known.intersection([*cut, *owned]):
             # They are summed already: the step has computed with them.
-            grads[i] = places[i].local_part(grads[i], rank) if places[i].holds(rank) else None
+            grads[i] = self._own_part(grads[i], variables[i], places[i])
         parts = [i for i in cut if i not in known]
         if parts:
             found = self._exchange(optimizer).scatter(
@@ -213,6 +216,12 @@ class ShardedEngine(AllReduceEngine):
         )
         return grads
 
+    def _own_part(self, gradient: Any, variable: keras.Variable, place: Place) -> Any:
+        """Part of a sum that all workers have for this one's update, or None."""
+        if not self._holds(place):
+            return None
+        return gradient if place.cut is None else place.local_part(gradient, self._rank)
+
     def _scatter_to_owners(
         self,
         optimizer: Optimizer,
@@ -224,14 +233,15 @@ class ShardedEngine(AllReduceEngine):
         extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in sums.layouts(variables, places, numbers, extended.store.workers):
             tensors = [grads[i] for i in own]
-            totals = layout.scatter(extended.route, tensors, extended.store.rank)
+            totals = layout.scatter(extended.store.route, tensors, extended.store.rank)
             held = [i for i, total in zip(own, totals) if total is not None]
             of_own = [total for total in totals if total is not None]
             step = iterations_of(optimizer)
             mine = exchange.sum_between(of_own, [variables[i] for i in held], step)
             for i in own:
                 grads[i] = mine[held.index(i)] if i in held else None
-            exchange.count([variables[i] for i in own], layout.widths)
+            of_all = [variables[i] for i in own]
+            exchange.count(of_all, layout.widths, route=extended.store.route)
             exchange.traffic.time(tensors, mine)
 
     def _exchange(self, optimizer: Optimizer) -> PartExchange:
@@ -294,7 +304,7 @@ class ShardedEngine(AllReduceEngine):
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
         """Variable, or part of one, that an update changes on this worker; or None."""
-        if not place.holds(self._rank):
+        if not self._holds(place):
             return None
         return variable if place.cut is None else ParameterPart(variable, place, self._rank)
 
@@ -339,18 +349,20 @@ class ShardedEngine(AllReduceEngine):
         owned = [i for i, place in enumerate(places) if place.owner is not None]
         for own, layout in sums.layouts(variables, places, owned, extended.store.workers):
             values = [self._whole_value(variables[i], targets[i]) for i in own]
-            found = layout.gather(extended.route, values, extended.store.rank)
+            found = layout.gather(extended.store.route, values, extended.store.rank)
             for i, value in zip(own, found):
                 variables[i]._value.assign(value, read_value=False)
-            of_own = [variables[i] for i in own]
-            self._exchange(optimizer).count(of_own, layout.widths, is_gradient=False)
+            of_own, route = [variables[i] for i in own], extended.store.route
+            self._exchange(optimizer).count(of_own, layout.widths, is_gradient=False, route=route)
         for variable, place, target in zip(variables, places, targets):
             if place.is_everywhere and isinstance(target, WholeWeight):
                 variable._value.assign(target.value())
 
     def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
         """The value that an update has made of a variable on its owner."""
-        return variable._value.read_value()
+        if not isinstance(variable._value, PartOfWeight):
+            return variable._value.read_value()
+        return tf.zeros(variable.shape, variable.dtype) if target is None else target.value()
 
     def _meet(self) -> list[tf.Tensor]:
         """Tensors to wait for those workers by that have parts of the same averages."""

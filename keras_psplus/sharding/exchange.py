@@ -107,12 +107,7 @@ class PartExchange:
     def gather(
         self, parts: Sequence[ParameterPart], numbers: Sequence[int], step: tf.Tensor
     ) -> None:
-        """Gives mirrored variables what the workers have made of their parts.
-
-        Args:
-            numbers: Numbers of their variables, the same in each step.
-            step: int64 scalar, the same on all workers.
-        """
+        """Gives mirrored variables what the workers have made of their parts."""
         variables, cuts = [part.of for part in parts], [part.cut for part in parts]
         compressors = [compressor_of(self._of_changes, variable) for variable in variables]
         order = HopOrder()
@@ -155,9 +150,10 @@ class PartExchange:
         widths: Sequence[int],
         compressors: Sequence[Compressor | None] | None = None,
         is_gradient: bool = True,
+        route: Route | None = None,
     ) -> None:
         """Counts so many elements of each variable for each of the other workers."""
-        entries = entries_of(variables, widths, compressors, self._route, is_gradient)
+        entries = entries_of(variables, widths, compressors, route or self._route, is_gradient)
         self.traffic.add(entries)
 
     def _buckets(

@@ -139,9 +139,7 @@ class ShardedExtended(MultiWorkerMirroredExtended):
         """Leaves to each worker its part of the initial value that the chief has.
 
         Args:
-            variable: Keras variable that has no value yet.
             initial: Its initial value, or a function that returns it; on the chief, not None.
-            make: Function that makes its variable in shares.
         """
         with tf.device(self.store.device):
             value = initial() if callable(initial) else initial

@@ -147,18 +147,13 @@ class WeightSharesEngine(_Shares):
         if place.cut is not None:
             return variable
         # All workers gather, also for one alone.
-        whole = self._gathered(weight)
-        holds = place.holds(self.strategy.extended.store.rank)
-        return WholeWeight(weight, whole) if holds else None
+        whole = self._gathered(weight, place)
+        self.units.count([weight])
+        return WholeWeight(weight, whole) if self._holds(place) else None
 
-    def _gathered(self, weight: PartOfWeight) -> tf.Tensor:
-        """The whole of a weight in an update; all workers gather it."""
+    def _gathered(self, weight: PartOfWeight, place: Place) -> tf.Tensor:
+        """The whole of a weight in an update, where one takes place."""
         return weight.gathered(self.strategy.extended.route)
-
-    def _whole_value(self, variable: keras.Variable, target: Any) -> tf.Tensor:
-        if share_of(variable) is None:
-            return super()._whole_value(variable, target)
-        return tf.zeros(variable.shape, variable.dtype) if target is None else target.value()
 
 
 class FullyShardedEngine(WeightSharesEngine, ShardedEngine):

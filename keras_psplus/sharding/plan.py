@@ -40,10 +40,6 @@ _LISTS_OF_KERAS = ("_variables", "_trainable_variables", "_accumulated_gradients
 class OptimizerPlan:
     """Places of the state of each variable that an optimizer trains.
 
-    Args:
-        optimizer: A Keras optimizer that is built.
-        workers: Number of workers that share.
-
     Attributes:
         places: List of `Place`, one for each of its variables.
         reason: Words for why it is not cut; None if it is.
@@ -54,7 +50,7 @@ class OptimizerPlan:
         self._workers = workers
         self.has_slots = has_slots_in_shares(optimizer)
         variables = optimizer._trainable_variables
-        self.reason = _foreign_method(optimizer)
+        self.reason = foreign_method(optimizer)
         if self.reason is not None:
             self.places = [Place()] * len(variables)
             return
@@ -161,7 +157,7 @@ def has_slots_in_shares(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def reason_for_wholes(optimizer: keras.optimizers.Optimizer) -> str | None:
     """Words for why an optimizer's update needs whole weights; None if parts will do."""
-    return _foreign_method(optimizer) or (None if _is_elementwise(optimizer) else _NOT_KNOWN)
+    return foreign_method(optimizer) or (None if _is_elementwise(optimizer) else _NOT_KNOWN)
 
 
 def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -173,7 +169,8 @@ def _defines(cls: type, name: str) -> type | None:
     return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
-def _foreign_method(optimizer: keras.optimizers.Optimizer) -> str | None:
+def foreign_method(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Words for why all workers have to update all weights; None if they need not."""
     for name, known in _METHODS.items():
         if _defines(type(optimizer), name) not in known:
             return f"it has a `{name}` of its own"

@@ -186,9 +186,6 @@ class ShareStore:
         Args:
             of: The variable's number, in words.
             name: Its name on this worker, for messages.
-
-        Raises:
-            RuntimeError: If the script of another worker has ended.
         """
         if self._has_left:
             raise RuntimeError(

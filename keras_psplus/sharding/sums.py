@@ -146,6 +146,19 @@ def squares_of(grads: Sequence[Any], parts: Sequence[int], sum_over_parts: Sums)
     return squares
 
 
+def scale_of(squares: Sequence[tf.Tensor], optimizer: Optimizer) -> tf.Tensor:
+    """Factor by which an optimizer's `clipnorm`, or `global_clipnorm`, clips, as in Keras.
+
+    Args:
+        squares: Squared norms of what is clipped together.
+    """
+    limit, norm = optimizer.clipnorm or optimizer.global_clipnorm, ops.sqrt(tf.add_n(squares))
+    if optimizer.clipnorm:
+        return limit / tf.maximum(norm, limit)
+    # Nothing that is not finite remains hidden.
+    return limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+
+
 def clipped_by_norms(
     optimizer: Optimizer,
     grads: Sequence[Any],
@@ -156,22 +169,16 @@ def clipped_by_norms(
     """Gradients, clipped by an optimizer's `clipnorm` or `global_clipnorm`.
 
     Args:
-        optimizer: The optimizer, with one of the two.
         grads: List of gradients: whole, parts, or None for those of other workers.
         dtype: Dtype of scales for those.
         parts: Numbers of the gradients of which each worker has a part, or none.
         sum_over_parts: Function that sums small tensors over the workers that have the parts.
     """
-    limit = optimizer.clipnorm or optimizer.global_clipnorm
     squares = squares_of(grads, parts, sum_over_parts)
-    norms = [ops.sqrt(square) for square in squares]
     if optimizer.clipnorm:
-        scales = [limit / tf.maximum(norm, limit) for norm in norms]
+        scales = [scale_of([square], optimizer) for square in squares]
     else:
-        norm = ops.sqrt(tf.add_n(squares))
-        # As in Keras: nothing that is not finite remains hidden.
-        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        scales = [scale] * len(grads)
+        scales = [scale_of(squares, optimizer)] * len(grads)
     clipped: list[Any] = []
     for g, scale in zip(grads, scales):
         scale = tf.cast(scale, dtype if g is None else g.dtype)

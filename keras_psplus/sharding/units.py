@@ -288,10 +288,17 @@ class Units:
                 rows = self._route.gather(row, coding)
                 for i, whole in zip(bucket, wholes_of(rows, cuts)):
                     wholes[i] = tf.ensure_shape(whole, cuts[bucket.index(i)].shape)
-        cuts = [one.place.parts for one in weights]
-        widths = [cut.width for cut in cuts]
-        self.traffic.add(entries_of(weights, widths, compressors, self._route, False))
+        self.count(weights, compressors)
         return wholes
+
+    def count(
+        self,
+        weights: Sequence[PartOfWeight],
+        compressors: Sequence[Compressor | None] | None = None,
+    ) -> None:
+        """Counts a gathering of weights."""
+        widths = [one.place.parts.width for one in weights]
+        self.traffic.add(entries_of(weights, widths, compressors, self._route, False))
 
 
 class UnitCall:

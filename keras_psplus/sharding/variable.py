@@ -38,10 +38,7 @@ class ShareVariable(WrittenVariable):
     and it is known whether they can be cut.
 
     Args:
-        shape: Static shape of the whole.
-        find_place: Function without arguments that returns its `places.Place`.
-        initial: Function of that place and the shape of the part; returns the part's first value.
-        trainable: Whether tapes watch it.
+        initial: Function of its place and the shape of the part; returns the part's first value.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ def to_keys(ids: tf.Tensor, name: str) -> tf.Tensor:
 
     Returns:
         int64 tensor of the same shape.
-
-    Raises:
-        ValueError: If they are of another type.
     """
     if ids.dtype == tf.string:
         flat = tf.reshape(ids, [-1])
@@ -152,9 +149,6 @@ def check_initializer(initializer: Any) -> dict[str, Any]:
 
     Args:
         initializer: Keras initializer, or its name.
-
-    Raises:
-        ValueError: If rows of single keys cannot be made by it.
     """
     found = keras.initializers.get(initializer)
     name = type(found).__name__

@@ -112,7 +112,11 @@ class RowOptimizer:
         self._weight_decay = config["weight_decay"]
         self._clipvalue = config["clipvalue"]
         self._constraint = keras.constraints.get(config["constraint"])
-        self._penalty_gradient = gradient_of(keras.regularizers.get(config["regularizer"]))
+        penalty = gradient_of(keras.regularizers.get(config["regularizer"]))
+        # Rows of keys are known, and perhaps made, behind all clipping alone.
+        is_late = isinstance(weights, ChunkedRows)
+        self._penalty: Any = None if is_late else penalty
+        self._late_penalty: Any = penalty if is_late else None
         self._weights = RowVariable(weights)
         self._slots: list[RowVariable] = []
         optimizer = self._optimizer
@@ -142,9 +146,9 @@ class RowOptimizer:
 
     def regularized(self, ids: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         """The gradient of rows with that of the table's regularizer on them."""
-        if self._penalty_gradient is None or isinstance(self._weights._variable, ChunkedRows):
+        if self._penalty is None:
             return gradient
-        return gradient + self._penalty_gradient(self._weights._variable.sparse_read(ids))
+        return gradient + self._penalty(self._weights._variable.sparse_read(ids))
 
     def apply(
         self,
@@ -177,9 +181,8 @@ class RowOptimizer:
             view.begin(ids)
         if self._clipvalue:
             gradient = tf.clip_by_value(gradient, -self._clipvalue, self._clipvalue)
-        if self._penalty_gradient and isinstance(self._weights._variable, ChunkedRows):
-            # Those of keys are known, and perhaps made, behind all clipping alone.
-            gradient += self._penalty_gradient(self._weights.value)
+        if self._late_penalty is not None:
+            gradient += self._late_penalty(self._weights.value)
         if self._weight_decay:
             decay = tf.cast(self._weight_decay, tf.float32) * learning_rate
             self._weights.assign_sub(self._weights.value * decay)
@@ -277,9 +280,6 @@ def check_elementwise(config: dict[str, Any], dim: int = _CHECK_DIM) -> None:
 
     Args:
         dim: Numbers in a row, of which a constraint may have its own for each.
-
-    Raises:
-        ValueError: If they do not, as those whose step depends on a norm or on factors.
     """
     check_constraint(
         config["constraint"], dim, ', or keep the table on the workers (`placement="mirrored"`)'

@@ -31,7 +31,7 @@ NAME = "manifest.json"
 FORMAT = 1
 # Arrays of a version, with their types; a whole one has the first two.
 ARRAYS = {"keys": np.int64, "rows": np.float32, "gone": np.int64}
-# What a row that is missing depends on.
+# Attributes that a missing row depends on.
 _OF_MISSING = "dim", "default", "initializer", "constraint", "rows_dtype"
 FILE = re.compile(r"\d{8,}-(\d+-(keys|rows|gone)\.npy|weights\.bin|model)")
 
@@ -285,7 +285,7 @@ class VersionWriter:
         try:
             content = self._write(number, changes, step, weights)
         except OSError:
-            # What no list names, so that it takes no room.
+            # Remove files that no list names, as they take room.
             with contextlib.suppress(OSError, ValueError):
                 self._clear(names_in(read(self._folder)))
             raise

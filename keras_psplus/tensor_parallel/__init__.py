@@ -12,6 +12,7 @@ rule for cut weights compute with gathered ones, so that every model trains as i
 """
 
 from keras_psplus.tensor_parallel.mesh import DeviceMesh, LayoutMap, TensorLayout
+from keras_psplus.tensor_parallel.mesh_row import MeshRow
 from keras_psplus.tensor_parallel.strategy import ModelParallelStrategy
 
-__all__ = ["DeviceMesh", "LayoutMap", "ModelParallelStrategy", "TensorLayout"]
+__all__ = ["DeviceMesh", "LayoutMap", "MeshRow", "ModelParallelStrategy", "TensorLayout"]

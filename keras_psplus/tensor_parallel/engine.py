@@ -21,7 +21,7 @@ from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.full_engine import WeightSharesEngine
 from keras_psplus.sharding.places import PieceCut, Place
-from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
+from keras_psplus.sharding.plan import OptimizerPlan, foreign_method, reason_for_wholes
 from keras_psplus.sharding.units import Units
 from keras_psplus.sharding.variable import ParameterPart, in_update
 from keras_psplus.sharding.weight import PartOfWeight, WeightShare, WholeWeight
@@ -216,9 +216,12 @@ class ModelParallelEngine(ShardedEngine):
         return clipped
 
     def clip(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> list[Any]:
-        if self.plan_of(optimizer).reason is not None:
-            weights = [cut_of(variable) for variable in variables]
-            grads = [g if w is None else self._whole(g, w) for g, w in zip(grads, weights)]
+        grads = list(grads)
+        for i, place in enumerate(self._placed(optimizer, variables)):
+            weight, is_dense = cut_of(variables[i]), not isinstance(grads[i], tf.IndexedSlices)
+            # Of what is dense, an owner has the whole already.
+            if weight is not None and place.cut is None and (place.owner is None or not is_dense):
+                grads[i] = self._whole(grads[i], weight)
         return super().clip(optimizer, grads, variables)
 
     def _whole(self, gradient: Any, weight: CutWeight) -> Any:
@@ -254,15 +257,12 @@ class ModelParallelEngine(ShardedEngine):
 class ShardedModelParallelEngine(ModelParallelEngine):
     """Cuts the slots, too, of what the workers of a column have alike: `shard="optimizer"`.
 
-    Where an optimizer needs whole weights, all workers update them, as without.
+    What an optimizer updates as a whole has one owner among all workers of the mesh.
     """
 
     def _make_plan(self, optimizer: Optimizer) -> OptimizerPlan:
         grid = self.strategy.grid
         return plan.PiecePlan(optimizer, len(grid.rows), len(grid.rows[0]))
-
-    def _cuts(self, optimizer: Optimizer) -> bool:
-        return self.plan_of(optimizer).reason is None
 
     @property
     def _rank(self) -> int:
@@ -271,28 +271,66 @@ class ShardedModelParallelEngine(ModelParallelEngine):
 
     @answers("add_slot")
     def _add_slot(self, call: Call) -> keras.Variable:
-        is_own_sum = call.get("name") == "gradient_accumulator"
-        if is_own_sum or reason_for_wholes(call.owner) is not None:
+        if call.get("name") == "gradient_accumulator" or foreign_method(call.owner) is not None:
             return super()._add_slot(call)
+        if reason_for_wholes(call.owner) is not None:
+            return ShardedEngine._add_slot(self, call)
         return self._add_slot_in_shares(call)
 
     # Of a column, as all-reduce's workers with their optimizers' state in shares.
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        if not self._cuts(optimizer):
-            return super().reduce(optimizer, grads, variables)
         if current_step() is None:
             grads = self.parts_of_weights(list(grads), list(variables))
         return ShardedEngine.reduce(self, optimizer, grads, variables)
 
+    update = ShardedEngine.update
     # Where nothing is in pieces, it leaves all as it is.
     _cut_if_dense = ShardedEngine._cut_if_dense
+
+    def _own_part(self, gradient: Any, variable: keras.Variable, place: Place) -> Any:
+        weight = cut_of(variable)
+        if place.owner is not None and weight is not None and self._is_owners_row(place):
+            gradient = self._whole(gradient, weight)
+        return super()._own_part(gradient, variable, place)
+
+    def _is_owners_row(self, place: Place) -> bool:
+        """Whether the owner of a variable is in this worker's row."""
+        # They are counted along columns.
+        assert place.owner is not None
+        return place.owner % len(self.strategy.grid.rows) == self._rank
+
+    def _scatter_to_owners(
+        self,
+        optimizer: Optimizer,
+        grads: list[Any],
+        variables: Variables,
+        places: Places,
+        numbers: Sequence[int],
+    ) -> None:
+        for i in numbers:
+            grads[i] = self._summand(grads[i], cut_of(variables[i]))
+        super()._scatter_to_owners(optimizer, grads, variables, places, numbers)
+
+    def _summand(self, gradient: tf.Tensor, weight: CutWeight | None) -> tf.Tensor:
+        """This worker's summand of a whole gradient; of what a row has alike, its first one's."""
+        place, size = self.strategy.extended.group.place, self.strategy.extended.group.size
+        if weight is None:
+            return tf.zeros_like(gradient) if place else gradient
+        width = gradient.shape[weight.cut.axis]
+        around = [[0, 0] for _ in gradient.shape]
+        around[weight.cut.axis] = [place * width, (size - 1 - place) * width]
+        return tf.pad(gradient, around)
 
     def _parts_of_squares(
         self, grads: Sequence[Any], variables: Variables, places: Places
     ) -> tuple[list[int], Sums]:
         in_columns = [not isinstance(gradient, tf.IndexedSlices) for gradient in grads]
-        in_rows = [cut_of(variable) is not None for variable in variables]
+        # An owner alone has a gradient that is dense, and all workers have whole rows.
+        in_rows = [
+            cut_of(variable) is not None if place.owner is None else is_dense
+            for variable, place, is_dense in zip(variables, places, in_columns)
+        ]
         parts = [i for i in range(len(grads)) if in_columns[i] or in_rows[i]]
 
         def total(squares: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -312,13 +350,15 @@ class ShardedModelParallelEngine(ModelParallelEngine):
         return sum_packed(self.strategy.extended.launcher(0), [tf.zeros([])])
 
     def _target(self, variable: keras.Variable, place: Place) -> Any:
-        if place.is_everywhere:
+        if place.cut is not None:
+            return ParameterPart(variable, place, self._rank)
+        weight = cut_of(variable)
+        if place.owner is None:
             return super()._target(variable, place)
-        return ParameterPart(variable, place, self._rank)
-
-    def update(self, optimizer: Optimizer, grads: list[Any], variables: Variables) -> None:
-        of = ShardedEngine if self._cuts(optimizer) else ModelParallelEngine
-        of.update(self, optimizer, grads, variables)
+        if weight is None or not self._is_owners_row(place):
+            return variable if self._holds(place) else None
+        whole = self.strategy.extended.group.gather(weight.part.value(), weight.cut.axis)
+        return WholeWeight(weight, whole) if self._holds(place) else None
 
 
 class FullyShardedModelParallelEngine(WeightSharesEngine, ShardedModelParallelEngine):
@@ -340,8 +380,10 @@ class FullyShardedModelParallelEngine(WeightSharesEngine, ShardedModelParallelEn
         place = Place(PieceCut(None, Place.of_parts(shape, rows).parts, extended.group.size))
         return WeightShare(extended.store, place, units.read, units.note_write, variable)
 
-    def _gathered(self, weight: PartOfWeight) -> tf.Tensor:
+    def _gathered(self, weight: PartOfWeight, place: Place) -> tf.Tensor:
         extended, pieces = self.strategy.extended, weight.place.parts
         row = tf.reshape(weight.part.value(), [1, pieces.width])
         part, cut = pieces.whole(extended.route.gather(row)), cut_of(weight)
-        return part if cut is None else extended.group.gather(part, cut.cut.axis)
+        if cut is None or not (place.is_everywhere or self._is_owners_row(place)):
+            return part
+        return extended.group.gather(part, cut.cut.axis)

@@ -143,11 +143,7 @@ def _stands_for_whole(tensor: tf.Tensor, parts: dict[tf.Operation, tf.Tensor]) -
 
 
 class ModelGroup:
-    """Collectives of a row of the mesh.
-
-    Args:
-        launcher: `operations.Launcher` of this worker in its row.
-    """
+    """Collectives of a row of the mesh."""
 
     def __init__(self, launcher: Launcher, place: int, size: int) -> None:
         self.launcher, self.place, self.size = launcher, place, size
@@ -299,7 +295,6 @@ def _linear(
     Args:
         backward: Function of the value's gradient that returns the tensor's.
         again: The function with its gradient, for what a `tf.autodiff.ForwardAccumulator` asks.
-        tensor: What it is computed of.
     """
 
     def gradient(grad: Any) -> tf.Tensor:
@@ -378,7 +373,6 @@ class Regions:
 
         Args:
             axis: Axis along which it is cut.
-            activation: The layer's activation, or None.
         """
         if is_elementwise(activation):
             local = local if activation is None else activation(local)

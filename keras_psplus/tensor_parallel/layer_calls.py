@@ -23,6 +23,7 @@ from keras_psplus.tensor_parallel.group import (
     local_part_of,
     part_of,
 )
+from keras_psplus.tensor_parallel.mesh_row import own_rule_for
 from keras_psplus.tensor_parallel.variable import CutWeight, cut_of
 from keras_psplus.tf_internals import framework_ops, resource_variable_ops
 
@@ -85,7 +86,8 @@ class LayerCalls:
         if not self.regions.are_local and function_here() is not None:
             # XLA compiles what calls it: rules would talk to other workers there.
             return proceed(call)
-        rule = rules.contraction_rule_for(layer, self._group, self.regions)
+        rule = None if self.regions.are_local else own_rule_for(layer, self._group)
+        rule = rule or rules.contraction_rule_for(layer, self._group, self.regions)
         rule = rule or rules.embedding_rule_for(layer, self._group, self.regions)
         if rule is not None and not self.regions.are_local:
             self._note()

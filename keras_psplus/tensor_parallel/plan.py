@@ -13,17 +13,13 @@ import tensorflow as tf
 from keras_psplus import text_table
 from keras_psplus.core.graph.variables import gradient_shape
 from keras_psplus.sharding.places import PieceCut, Place
-from keras_psplus.sharding.plan import OptimizerPlan, has_slots_in_shares, reason_for_wholes
+from keras_psplus.sharding.plan import OptimizerPlan, reason_for_wholes
 from keras_psplus.tensor_parallel.mesh import Grid
 from keras_psplus.tensor_parallel.variable import cut_of
 
 
 class CutPlan(OptimizerPlan):
-    """Places of optimizer state: cut as its variable is, or whole on every worker.
-
-    Args:
-        optimizer: A Keras optimizer that is built.
-    """
+    """Places of optimizer state: cut as its variable is, or whole on every worker."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.reason = reason_for_wholes(optimizer)
@@ -46,8 +42,8 @@ class CutPlan(OptimizerPlan):
         )
 
 
-class PiecePlan(CutPlan):
-    """Places of optimizer state: in pieces along columns, or whole on every worker.
+class PiecePlan(OptimizerPlan):
+    """Places of optimizer state: in pieces along columns, or as without a mesh.
 
     Args:
         optimizer: A Keras optimizer that is built.
@@ -56,14 +52,14 @@ class PiecePlan(CutPlan):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, rows: int, columns: int) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, rows * columns)
         self._in_updates = self.places
-        self.has_slots = has_slots_in_shares(optimizer)
         if self.reason is not None:
             return
         variables = optimizer._trainable_variables
         self._in_updates = [Place.of_parts(gradient_shape(v), rows) for v in variables]
         splits = [None if w is None else w.cut for w in map(cut_of, variables)]
+        self._count = sum(split is not None for split in splits)
         self.places = [
             Place(PieceCut(split, place.parts, columns))
             for split, place in zip(splits, self._in_updates)
@@ -76,7 +72,7 @@ class PiecePlan(CutPlan):
     def describe(
         self, optimizer: keras.optimizers.Optimizer, names: Sequence[str], places: Sequence[int]
     ) -> str:
-        """One line about what a worker keeps of an optimizer."""
+        """Text about what a worker keeps of an optimizer."""
         if self.reason is not None:
             return super().describe(optimizer, names, places)
         return (

@@ -223,11 +223,7 @@ _DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 
 
 def cross_entropy(call: Call, group: ModelGroup) -> Any:
-    """Cross-entropy of each row, without the other workers' logits.
-
-    Args:
-        call: The call of Keras's `categorical_crossentropy` or `sparse_categorical_crossentropy`.
-    """
+    """Cross-entropy of each row, without the other workers' logits."""
     output, from_logits = call.get("output"), call.get("from_logits", False)
     logits = output if from_logits else _logits_of(output)
     local = _part(logits, call.get("axis", -1), is_loss=True)
@@ -261,11 +257,7 @@ def cross_entropy(call: Call, group: ModelGroup) -> Any:
 
 
 def argmax(call: Call, group: ModelGroup) -> Any:
-    """Index of the highest logit of each row, without the other workers' logits.
-
-    Args:
-        call: The call of Keras's `argmax`, of logits or of their softmax.
-    """
+    """Index of the highest logit of each row, without the other workers' logits."""
     logits = _logits_of(call.owner)
     local = _part(call.owner if logits is None else logits, call.get("axis"))
     if local is None or call.get("keepdims", False) or local.dtype not in _DTYPES:

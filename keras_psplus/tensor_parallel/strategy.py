@@ -95,6 +95,12 @@ class ModelParallelExtended(ShardedExtended):
         return self.grid.rows[self.world.rank]
 
     @property
+    def places(self) -> list[int]:
+        if not self.cuts_slots:
+            return super().places
+        return [self.sharing_workers.index(rank) for rank in range(self._num_workers)]
+
+    @property
     def route(self) -> Route:
         if self.cuts_slots:
             return Route(Hop(self.launcher(0), range(len(self.grid.rows)), self.world.rank))
@@ -160,6 +166,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         shard: `"optimizer"` to cut an optimizer's slots along the axis of batches, too: a worker
             keeps and updates a piece of what the workers of its column have alike; `"all"` to cut
             weights as well.
+        reshard_after_forward: As in `MultiWorkerMirroredStrategy`, of `shard="all"`.
 
     Raises:
         ValueError: If an argument is out of range, or mesh, layouts and cluster do not fit.
@@ -202,6 +209,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         updates: str | Updates | None = None,
         topology: str | Sequence[Sequence[str | int]] | None = None,
         shard: str | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         activation.activate()
         compression, updates = catalogue.fill(
@@ -224,6 +232,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         make_layouts = AutomaticLayouts if is_automatic else Layouts
         self.layouts = self.grid and make_layouts(layout_map, self.grid)
         shard_option.check(shard, updates, self._engine_class)
+        shard_option.check_reshard(shard, reshard_after_forward)
         if shard is not None and topology is not None:
             raise ValueError(
                 "ModelParallelStrategy takes either `shard` or `topology`: pieces of slots go in "
@@ -251,6 +260,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 updates=updates,
                 topology=topology,
                 shard=self.shard,
+                reshard_after_forward=reshard_after_forward or self.shard is None,
             )
         devices = len(self.extended.worker_devices)
         if self._is_active and devices > 1:

@@ -25,7 +25,6 @@ class CutWeight(PartOfWeight):
     Args:
         read: Function of a weight that returns the whole of it, in the graph of a step.
         split: Function of a whole tensor and an axis that returns this worker's part.
-        parts: Number of parts.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ def call_at_end(graph: Any, function: Callable[[Sequence[Any]], None]) -> None:
 
     Args:
         graph: `FuncGraph` of a function, a branch or a loop's body that is being traced.
-        function: Function of the graph's outputs.
     """
     assert isinstance(graph, func_graph.FuncGraph)
     if not isinstance(graph.outputs, _Outputs):

@@ -133,9 +133,9 @@ def test_what_the_strategy_is_made_with(capsys, script, tmp_path):
         ("--hosts=", "--hosts needs a value. Received: --hosts=''"),
         ("--compression=", "--compression needs a value"),
         ("--strategy all_redcue", "Did you mean 'all_reduce'?"),
-        ("--hosts a,b/c", "the address of worker-1, 'b/c:2222', is wrong"),
-        ("--hosts a,", "the address of worker-1, ':2222', is wrong"),
-        ("--hosts ::1,b", "IPv6 host in brackets"),
+        ("--hosts a,b/c", "'b/c' cannot be used as a host: an address is host:port"),
+        ("--hosts a,", "'' cannot be used as a host"),
+        ("--hosts me@::1,b", "write an IPv6 host in brackets: [::1]:2222. Received: me@::1,b"),
         ("--hosts a,b --ps 1", "1 ps and a chief leave no host for a worker"),
         ("--hosts a,b --hostfile f", "name the same: leave out one"),
         ("--hostfile no_file", "the file of hosts cannot be read"),
@@ -180,6 +180,9 @@ def test_flags_that_do_not_go_together(flags, message, capsys, script):
         (["serve"], "serve needs a TF_CONFIG"),
         (["serve", "more"], "no arguments"),
         (["doctor", "more"], "no arguments"),
+        (["doctor", "--hosts", "a,A"], "have the same address 'A:2222'"),
+        (["doctor", "--hostfile", "no_file"], "the file of hosts cannot be read"),
+        (["doctor", "--hosts", "a", "--ssh", "ssh '"], "--ssh is no command: No closing"),
         (["doctor", "--nope"], "nope"),
     ],
 )
@@ -325,17 +328,28 @@ def test_a_worker_whose_script_had_ended_is_named(tmp_path, capsys):
 
 def test_calls_of_other_libraries_are_named(tmp_path, capsys):
     script = tmp_path / "other.py"
-    script.write_text(
+    text = (
         "def main():\n"
         "    # tf.distribute.MirroredStrategy()\n"
         "    strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
         "    hvd.init()\n"
     )
-    assert main.main(["run", "--workers=1", str(script)]) == 0
+    script.write_text(text + "    strategy = psp.strategy_from_env()\n")
+    assert main.main(["run", "--workers=2", str(script)]) == 0
     err = capsys.readouterr().err
     assert f"{script}:3: tf.distribute.MultiWorkerMirroredStrategy(...) does not have" in err
     assert f"{script}:4: hvd.init(...)" in err and ":2:" not in err
     assert err.count("`strategy = keras_psplus.MultiWorkerMirroredStrategy()`") == 2
+    # Each task would train alone, or fail within TensorFlow.
+    script.write_text(f"import keras\n{text}")
+    assert main.main(["run", "--workers=2", str(script)]) == 2
+    assert f"{script}:4: tf.distribute.MultiWorkerMirroredStrategy(...)" in capsys.readouterr().err
+    # One task, and Keras 2, do not.
+    script.write_text(text)
+    assert main.main(["run", "--workers=1", str(script)]) == 0
+    script.write_text(f"# import tf_keras\n{text}")
+    assert main.main(["run", "--workers=2", str(script)]) == 0
+    assert "does not have" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])

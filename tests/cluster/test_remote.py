@@ -17,6 +17,7 @@ import keras_psplus
 from keras_psplus.cluster import environment
 from keras_psplus.cluster.launcher import remote
 from keras_psplus.cluster.ports import free_ports
+from keras_psplus.cluster.preflight import is_local
 from tests.cluster import sshd
 
 ROOT = str(pathlib.Path(next(iter(keras_psplus.__path__))).parent)
@@ -246,7 +247,8 @@ def test_doctor_says_what_would_fail(ssh, tmp_path):
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         (free,) = free_ports(1)
-        hosts = f"127.0.0.1:{port},127.0.0.2:{free},127.0.0.3"
+        third = "[::1]" if is_local("::1") else "127.0.0.3"
+        hosts = f"127.0.0.1:{port},127.0.0.2:{free},{third}"
         command = [sys.executable, "-m", "keras_psplus", "doctor", "--ssh", ssh, "--hosts"]
         environ = {**os.environ, "PYTHONPATH": ROOT}
         options = {"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE}
@@ -258,7 +260,7 @@ def test_doctor_says_what_would_fail(ssh, tmp_path):
     # The other ports are open, both ways.
     assert "cannot reach" not in out and "1 problem(s)" in out, out
     links = re.findall(r"^  (\S+ -> \S+) +[\d,.]+ Mbit/s, round trip [\d.]+ ms$", out, re.MULTILINE)
-    names = [host.partition(":")[0] for host in hosts.split(",")]
+    names = ["127.0.0.1", "127.0.0.2", third.strip("[]")]
     assert sorted(links) == [f"{a} -> {b}" for a in names for b in names if a != b], out
     out, _ = unknown.communicate(timeout=60)
     assert unknown.returncode == 1 and "no-such-host.invalid NO ANSWER" in out, out

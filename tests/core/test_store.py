@@ -6,6 +6,7 @@ import shutil
 import types
 
 import keras
+import numpy as np
 import pytest
 
 from keras_psplus.core.backup import backup_callback, store
@@ -58,9 +59,32 @@ def test_what_others_have_in_the_folder_stays(tmp_path):
     (tmp_path / "backup-1" / "mine.txt").write_text("")
     for epoch in (1, 2):
         write(tmp_path, epoch)
-    before = set(os.listdir(tmp_path)) - {"LATEST", "backup-6"}
+    before = set(os.listdir(tmp_path)) - {"LATEST", "backup-6", store.WEIGHTS}
     store.delete(str(tmp_path))
     assert set(os.listdir(tmp_path)) == before
+
+
+def test_keras_alone_neither_passes_over_a_backup_nor_deletes_it(tmp_path):
+    """It looks for one file, found nothing, trained again and deleted all at its end."""
+    (tmp_path / store.WEIGHTS).write_text("of Keras")
+    write(tmp_path, 1)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path))
+    with pytest.raises(OSError, match=store.WEIGHTS):
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), callbacks=[backup], verbose=0)
+    assert epochs(tmp_path) == [1]
+    (note,) = (tmp_path / store.WEIGHTS).iterdir()
+    assert "keras-psplus run --workers 1 train.py" in note.read_text()
+    # As a kill leaves it: once before the note is written, once while all is deleted.
+    note.unlink()
+    write(tmp_path, 2)
+    assert epochs(tmp_path) == [2] and note.exists()
+    (tmp_path / "LATEST").unlink()
+    note.unlink()
+    assert epochs(tmp_path) == []
+    store.delete(str(tmp_path))
+    assert not tmp_path.exists()
 
 
 def test_a_backup_ends_before_the_tables_that_its_list_names(tmp_path):
@@ -126,7 +150,7 @@ def test_the_format_before_is_refused(tmp_path):
     # Keras itself writes such ones; the next backup takes their place.
     assert epochs(tmp_path) == [3]
     write(tmp_path, 4)
-    assert epochs(tmp_path) == [4] and not (tmp_path / store.WEIGHTS).exists()
+    assert epochs(tmp_path) == [4] and not (tmp_path / store.WEIGHTS).is_file()
 
 
 def test_an_ended_fit_is_taken_up_by_the_next_start_of_its_job_alone(tmp_path, monkeypatch):

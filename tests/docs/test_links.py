@@ -82,3 +82,5 @@ def test_the_site_has_all_pages():
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in inside)
     # A further topic joins the page of the like, as long as that reads in about five minutes.
     assert len(inside) <= 45
+    # What a page says already is said in a link to it.
+    assert sum(len(page.read_text().split()) for page in inside) <= 70_000

@@ -1,7 +1,6 @@
 """The commands that README.md and docs/*.md show exist, and take the arguments shown."""
 
 import ast
-import doctest
 import importlib.util
 import json
 import pathlib
@@ -18,7 +17,7 @@ from tests.support.tables import for_each
 
 # What is behind a fence says how the block is checked; see tests/README.md.
 LANGUAGES = {
-    *("python", "program", "shell", "console", "bash", "yaml", "json", "text"),
+    *("python", "program", "shell", "bash", "yaml", "json", "text"),
     *("mermaid", "file"),
 }
 BLOCKS = pages.all_blocks()
@@ -181,15 +180,6 @@ def without_synopsis(text):
 
 def test_doctor_finds_nothing_wrong(capsys):
     assert main.main(["doctor", "--nodevices"]) == 0, capsys.readouterr().out
-
-
-@of("console")
-def test_sessions_print_what_they_show(block, capsys):
-    for session in re.split(r"^\$ keras-psplus ", block.text, flags=re.MULTILINE)[1:]:
-        line, _, shown = session.partition("\n")
-        assert main.main(shlex.split(line)) == 0
-        printed = capsys.readouterr().out
-        assert doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS), printed
 
 
 @of("json")

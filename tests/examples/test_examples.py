@@ -122,13 +122,31 @@ def test_recommender(tmp_path):
     before = values("recommender", alone("recommender.py", *served))
     assert 48 <= before["step"] < 96 and before["hits"] > 0.15
     assert values("recommender", alone("recommender.py", *arguments)) == result
-    # A process with TensorFlow alone, as the docstring says.
+    # Processes with TensorFlow alone, as the docstring says.
+    x = runpy.run_path(str(EXAMPLES / "recommender.py"))["draw_log"](4)
+    np.savez(tmp_path / "day.npz", **{name: ids[-4096:] for name, ids in x.items()})
+    found = {day: served_alone(tmp_path / "killed/exported" / day, tmp_path) for day in "13"}
+    assert found["1"] > 0.12 and found["3"] == pytest.approx(result["hits"], abs=0.001)
+
+
+def served_alone(folder, tmp_path):
+    """Hits on the ids of a file, by an exported model and TensorFlow alone."""
     text = ast.get_docstring(ast.parse((EXAMPLES / "recommender.py").read_text()))
     *code, call = re.findall(r"^ +>>> (.*)$", text, re.MULTILINE)
-    code = ["import sys, tensorflow as tf", *code, f"assert ({call}).shape == (1, 2)"]
-    code = "\n".join([*code, "assert 'keras_psplus' not in sys.modules"])
-    code = code.replace("recommender_files", str(tmp_path / "killed"))
-    subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT, check=True)
+    code = [
+        "import sys; sys.modules['keras_psplus'] = None  # an import of it fails",
+        "import numpy as np, tensorflow as tf",
+        *(line.replace("recommender_files/exported/14", str(folder)) for line in code),
+        f"assert ({call}).shape == (1, 2)",
+        f"x = np.load({str(tmp_path / 'day.npz')!r})",
+        "scores = model.serve({name: tf.constant(x[name]) for name in x}).numpy()",
+        "print('served: hits=%f' % (scores.argmax(1) == 0).mean())",
+    ]
+    args = [sys.executable, "-c", "\n".join(code)]
+    process = subprocess.run(
+        args, cwd=tmp_path, timeout=TIMEOUT, check=True, capture_output=True, text=True
+    )
+    return values("served", process.stdout)["hits"]
 
 
 def last_published(path):

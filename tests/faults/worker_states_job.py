@@ -73,6 +73,7 @@ def main():
     # Without what workers had kept, as Keras itself writes a state.
     def take_out():
         last, _ = backups(copy("of Keras"))
+        shutil.rmtree(folder / "of Keras" / "latest.weights.h5")
         for name in ("latest.weights.h5", "training_metadata.json"):
             (last / name).rename(folder / "of Keras" / name)
         (folder / "of Keras" / "LATEST").unlink()

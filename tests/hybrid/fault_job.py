@@ -15,6 +15,7 @@ to be. Options:
     stranger=1      worker 1 has another job's token
     tables=1        has the tables written to the folder at the end, and read again
     exit=CODE       ends with that code
+    half=1          has rows of keys, and their slots, in bfloat16
     accumulate=N    gives workers something to keep
     cache=ROWS:AGE  gives workers copies of rows, and has them write what they read to the folder
     own=1           a train_step of the model's own, with optimizers and a count of steps that are
@@ -40,9 +41,14 @@ from keras_psplus.files import tables as shard_files
 from keras_psplus.hybrid.tables.dynamic import DynamicTable
 from keras_psplus.hybrid.tables.row_cache import HotRows
 from keras_psplus.hybrid.tables.table import Table
+from keras_psplus.tables.keys import check_initializer
+from keras_psplus.tables.local import outside
+from keras_psplus.tables.row_optimizer import config_of
+from keras_psplus.tables.store import RowStore
 from tests.support.jobs import wait_for
 
 ROWS, DIM, BATCH, PER_EPOCH = 40, 4, 8, 10
+HALF = {"rows_dtype": "bfloat16", "slots_dtype": "bfloat16"}
 
 
 class AddBias(keras.layers.Layer):
@@ -80,11 +86,11 @@ class Own(keras.Model):
         return self.step(data)
 
 
-def linear_model(make=keras.Model, **options):
+def linear_model(make=keras.Model, types=None, **options):
     """A model that shows the sum of the rows of an id in either table, and a bias."""
     ids = keras.Input((1,), dtype="int64")
     numbers = keras.layers.Embedding(ROWS, DIM, embeddings_initializer="zeros")
-    keys = psp.layers.DynamicEmbedding(DIM, initializer="zeros", name="keys")
+    keys = psp.layers.DynamicEmbedding(DIM, initializer="zeros", name="keys", **types or {})
     rows = keras.layers.Add()([numbers(ids), keys(ids)])
     return make(ids, AddBias()(rows), **options), numbers, keys
 
@@ -104,6 +110,19 @@ def expected(ids, momentum=0.0):
         bias[1] = momentum * bias[1] - 1 / DIM
         bias[0] += bias[1]
     return rows[0], bias[0]
+
+
+def expected_halves(ids, momentum):
+    """Rows of keys in bfloat16: those of a store in this process."""
+    spec = {"name": "t", "dim": DIM, "default": "zeros", "admit": None, "expire": [], **HALF}
+    store = RowStore({**spec, "initializer": check_initializer("zeros")})
+    optimizer = keras.optimizers.SGD(1.0, momentum=momentum)
+    store.set_optimizer(config_of(optimizer, None, None, None))
+    gradient, scalars = tf.fill([BATCH, DIM], 1 / BATCH / DIM), tf.zeros([0])
+    for step, batch in enumerate(ids.reshape(-1, BATCH)):
+        numbers = tf.constant(1.0), scalars, tf.constant(step, tf.int64)
+        store.apply(tf.constant(batch), gradient, *numbers)
+    return store.lookup(tf.range(ROWS, dtype=tf.int64), False).numpy()
 
 
 def own_task():
@@ -215,7 +234,8 @@ def main():
     with strategy.scope():
         optimizers = [keras.optimizers.SGD(1.0, momentum=momentum) for _ in range(4)]
         own = {"make": Own, "optimizers": optimizers[:3]} if options.get("own") else {}
-        model, numbers, keys = linear_model(**own)
+        types = HALF if options.get("half") else None
+        model, numbers, keys = linear_model(types=types, **own)
         model.compile(optimizer=optimizers[-1 if own else 0], loss=linear_loss)
 
     whole = whole_tables()
@@ -248,6 +268,11 @@ def main():
     print(f"whole tables: {whole}", flush=True)
     trained = np.tile(ids, (repeats, 1))
     tell_end(model, (numbers, keys), trained, momentum, int(optimizers[0].iterations.numpy()))
+    if types:
+        halves = outside(lambda: expected_halves(trained, momentum))
+        exact, _ = expected(trained, momentum)
+        off, rounded = (np.abs(keys.get_weights()[0] - of).max() for of in (halves, exact))
+        print(f"halves off={off:.1e} rounded={rounded:.1e}")
     if own:
         print(f"count={model.count()}")
     if options.get("tables"):

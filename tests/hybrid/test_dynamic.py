@@ -48,20 +48,24 @@ def resumed(name, folder):
 
 @pytest.mark.extended
 @pytest.mark.processes
+@pytest.mark.parametrize("layout", ["hybrid22", "hybrid21_all"])
 @pytest.mark.parametrize("name", ["counted", "bounded"])
-def test_equals_one_process(name):
-    found = equals_one_process("hybrid22", cases.train_briefly, 1e-4, cases.ALONE, name=name)
+def test_equals_one_process(layout, name):
+    found = equals_one_process(layout, cases.train_briefly, 1e-4, cases.ALONE, name=name)
     assert len(found.first["table_keys"])
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "case, name",
-    extended((read_again, "counted"), (resumed, "filtered")),
+    "layout, case, name",
+    extended(
+        *(("hybrid22", read_again, "counted"), ("hybrid22", resumed, "filtered")),
+        *(("hybrid21_all", read_again, "counted"), ("hybrid21_all", resumed, "filtered")),
+    ),
 )
-def test_files_and_backups_equal_one_process(case, name, tmp_path):
+def test_files_and_backups_equal_one_process(layout, case, name, tmp_path):
     args = {"name": name, "folder": str(tmp_path)}
-    found = equals_one_process("hybrid22", case, 1e-4, cases.ALONE, **args)
+    found = equals_one_process(layout, case, 1e-4, cases.ALONE, **args)
     assert len(found.first["table_keys"])
 
 

@@ -96,6 +96,17 @@ def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
     assert np.all(files.read(files.names[0]) < 0)
 
 
+@pytest.mark.extended
+def test_rows_in_16_bits_resume_with_the_bits_of_one_process(tmp_path):
+    args = (30, tmp_path, "backup=4", "momentum=0.5", "half=1")
+    check_names_lost_server(run(tmp_path / "first", *args, "die=ps-1:4", exit_code=None))
+    # With one server in the place of two.
+    log = run(tmp_path / "second", *args, ps=1).logs["worker-0"]
+    assert "training goes on after batch" in log, log
+    ending = re.search(r"halves off=0.0e\+00 rounded=(\S+)", log)
+    assert ending and 0 < float(ending[1]) < 0.02, log
+
+
 def that_fails(*options, failure_grace):
     """How a job ends that does not get to its last step."""
     kwargs = {"workers": 2, "ps": 1, "expect_failure": True, "failure_grace": failure_grace}

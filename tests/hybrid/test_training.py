@@ -146,6 +146,21 @@ def own_step():
     return trained(model, optimizers.SGD(0.5))
 
 
+def several():
+    """A frozen layer and low-rank factors beside a table, under a loss scale; some decay."""
+    glorot = keras.initializers.GlorotUniform
+    ids = inputs()
+    frozen = keras.layers.Dense(8, "tanh", kernel_initializer=glorot(5), trainable=False)
+    factors = keras.layers.Dense(6, "tanh", kernel_initializer=glorot(6))
+    model = keras.Model(ids, head(factors(frozen(flat(embedding()(ids))))))
+    factors.enable_lora(2, a_initializer=glorot(8))
+    inner = optimizers.AdamW(0.05, weight_decay=0.1, global_clipnorm=0.05)
+    inner.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = optimizers.LossScaleOptimizer(inner, initial_scale=64.0, dynamic_growth_steps=3)
+    model, results = trained(model, optimizer)
+    return model, results | slots(model)
+
+
 def keras_rs():
     """KerasRS's layer: a table for two features, summed and averaged, and one on the workers.
 
@@ -225,7 +240,9 @@ def test_asynchronous_updates_count_once():
     ("layout", "case"),
     [
         ("hybrid21_shards", again),
+        ("hybrid21_shards", several),
         *(("hybrid21_all", case) for case in (again, whole, beside_rows, accumulated, own_step)),
+        ("hybrid21_all", several),
     ],
 )
 def test_beside_shares(layout, case):

@@ -132,7 +132,7 @@ DECISIONS = [
     ),
     Decision(
         "refused",
-        ("programs: table for any id",),
+        ("programs: table for any id*",),
         (
             *("all-reduce", "two devices", "shard optimizer", "shard all", "tensor parallel"),
             *("pipeline", "XLA"),

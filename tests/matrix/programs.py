@@ -425,14 +425,31 @@ def copy_of_a_model():
 @script("programs", saves=False)
 def table_for_any_id():
     """Plain Keras has one of a fixed size, of which training touches all rows."""
-    ids, start = keras.Input((5,), dtype="int32"), keras.initializers.Constant(0.05)
-    if tf.distribute.has_strategy():
-        import keras_psplus as psp
-
-        table = psp.layers.DynamicEmbedding(4, initializer=start, name="table")
-    else:
-        table = L.Embedding(12, 4, start, name="table")
-    model = keras.Model(ids, L.Dense(2, name="head")(L.Flatten()(table(ids))))
+    ids, rows = _table(keras.initializers.Constant(0.05))
+    model = keras.Model(ids, L.Dense(2, name="head")(rows))
     # Others square repeated ids one by one in plain Keras.
     compiled(model, keras.optimizers.SGD(0.3), "mse")
     return trained(model, integers(ROWS, 5, below=12), numbers(ROWS, 2, seed=1))
+
+
+@script("programs", saves=False)
+def table_for_any_id_in_16_bits():
+    """Rows are few multiples of 1/32, which bfloat16 has: nothing is rounded."""
+    ids, rows = _table("zeros", rows_dtype="bfloat16", slots_dtype="bfloat16")
+    model = keras.Model(ids, rows)
+    compiled(
+        model, keras.optimizers.SGD(0.25), lambda y, rows: keras.ops.sum((1 - 2 * y) * rows, -1)
+    )
+    return trained(model, integers(ROWS, 5, below=12), integers(ROWS, 20, below=2, seed=1))
+
+
+def _table(start, **options):
+    """Five ids, and their rows side by side."""
+    ids, start = keras.Input((5,), dtype="int32"), keras.initializers.get(start)
+    if tf.distribute.has_strategy():
+        import keras_psplus as psp
+
+        table = psp.layers.DynamicEmbedding(4, initializer=start, name="table", **options)
+    else:
+        table = L.Embedding(12, 4, start, name="table")
+    return ids, L.Flatten()(table(ids))

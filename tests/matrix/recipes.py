@@ -4,7 +4,9 @@ import importlib
 
 import keras
 
-_MODULES = ("data", "programs", "arguments", "optimizers", "values", "losses", "layers")
+_MODULES = (
+    *("data", "programs", "arguments", "optimizers", "values", "losses", "layers", "mixtures"),
+)
 
 
 _classes = {}

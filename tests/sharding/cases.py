@@ -46,10 +46,26 @@ OPTIMIZERS = {
     "loss_scale": lambda: O.LossScaleOptimizer(
         O.Adam(1e-2, global_clipnorm=1.0), initial_scale=256.0, dynamic_growth_steps=3
     ),
+    # As it grows, it takes some gradients out of range before others.
+    "overflow": lambda: O.LossScaleOptimizer(
+        O.SGD(0.05), initial_scale=2.0**126, dynamic_growth_steps=2
+    ),
+    "steps": lambda: O.Adam(
+        1e-2, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.9, clipnorm=0.1
+    ),
     # Whole on one worker each.
     "muon": lambda: O.Muon(
-        1e-2, global_clipnorm=0.5, weight_decay=0.1, use_ema=True, adam_weight_decay=0.01
+        1e-2,
+        global_clipnorm=0.5,
+        weight_decay=0.1,
+        use_ema=True,
+        ema_overwrite_frequency=3,
+        adam_weight_decay=0.01,
     ),
+    "muon_steps": lambda: O.LossScaleOptimizer(
+        O.Muon(1e-2, clipnorm=0.1, gradient_accumulation_steps=2), initial_scale=256.0
+    ),
+    "lamb": lambda: O.Lamb(1e-2),
     "adafactor": lambda: O.Adafactor(1e-2),
     # Whole on all.
     "counting": lambda: CountingSGD(1e-3),
@@ -149,9 +165,9 @@ def made_of_two(x):
     return model
 
 
-def files(folder=None):
+def files(folder=None, name="average"):
     """Files of all workers and of the chief alone, whose slots the others are not asked for."""
-    model, x = of("average")
+    model, x = of(name)
     found, task = left(model, fit(model, x)), task_here()
     if task is not None:
         model.save(f"{folder}/all.{task.name}.keras")

@@ -8,10 +8,10 @@ from tests.support.cluster import equals_one_process, reference, run
 from tests.support.results import assert_close
 
 
-def check_files(layout, folder, other):
+def check_files(layout, folder, other, **args):
     """Training equals one process while files are written; another layout goes on from one."""
-    expected = reference(cases.files)
-    found = run(layout, cases.files, folder=str(folder))
+    expected = reference(cases.files, **args)
+    found = run(layout, cases.files, folder=str(folder), **args)
     assert_close(found.first, expected, 2e-5)
     read = run(other, cases.loaded, path=str(folder / "all.worker-1.keras"))
     wanted = {k: v for k, v in expected.items() if k.startswith(("slots", "later"))}

@@ -20,6 +20,7 @@ from tests.sharding.cases import (
     wire_bytes,
 )
 from tests.sharding.unit_cases import each_unit_gathers
+from tests.support.parts import swapped
 
 L, O = keras.layers, keras.optimizers  # noqa: E741
 COLUMN, ROW = (None, "model"), ("model", None)
@@ -36,6 +37,8 @@ LAYOUTS = {
     r"own_step.*/scales": COLUMN,
     r".*(recomputed|rows)/own": COLUMN,
     r".*lora_kernel_(a|b)": COLUMN,
+    r".*parted(_1)?/first": COLUMN,
+    r".*parted(_1)?/third": ROW,
 }
 
 
@@ -221,6 +224,29 @@ class Compiled(L.Dense):
         return super().call(x)
 
 
+class Parted(L.Layer):
+    """Has parts of a weight that is cut so, of one that is not cut, and of one cut otherwise."""
+
+    def build(self, shape):
+        self.first = self.add_weight(name="first", shape=(shape[-1], 8))
+        self.second = self.add_weight(name="second", shape=(8, 6))
+        self.third = self.add_weight(name="third", shape=(6, 6))
+
+    def call(self, x):
+        y = keras.ops.tanh(keras.ops.matmul(x, self.first))
+        return keras.ops.matmul(keras.ops.tanh(keras.ops.matmul(y, self.second)), self.third)
+
+    def call_in_parts(self, row, x):
+        y = row.stack(keras.ops.tanh(row.enter(x) @ row.part(self.first, 1)), -1)
+        y = keras.ops.tanh(row.sum(row.split(y, -1) @ row.part(self.second, 0)))
+        return row.stack(row.enter(y) @ row.part(self.third, 1), -1)
+
+
+def own_layer():
+    layers = Parted(), L.Dense(8, "tanh", name="a_up"), Parted(), L.Dense(3)
+    return keras.Sequential([keras.Input((7,)), *layers]), numbers(ROWS, 7)
+
+
 def odd():
     """Rare uses of weights: ragged rows, functions for XLA, remat, LoRA."""
     inputs = keras.Input((6,), dtype="int32")
@@ -236,7 +262,22 @@ def odd():
     ), tokens()
 
 
-MODELS = {one.__name__: one for one in (mlp, transformer, own_step, odd)}
+def tied():
+    """Logits of the table that looks up, and layers that are frozen as they are made, or later."""
+    inputs = keras.Input((6,), dtype="int32")
+    table, later = L.ReversibleEmbedding(12, 8, name="tokens"), L.Dense(8, name="f_down")
+    x = L.Dense(16, "gelu", name="f_up", trainable=False)(table(inputs))
+    x = L.LayerNormalization()(L.Dense(8, "tanh", name="t_up")(later(x)))
+    later.trainable = False
+    return keras.Model(inputs, table(L.GlobalAveragePooling1D()(x), reverse=True)), tokens()
+
+
+def one():
+    """Fewer variables than workers, so that some own none."""
+    return keras.Sequential([keras.Input((7,)), L.Dense(4, name="one_up")]), numbers(ROWS, 7)
+
+
+MODELS = {make.__name__: make for make in (mlp, transformer, own_step, own_layer, odd, tied, one)}
 
 
 @contextlib.contextmanager
@@ -264,9 +305,30 @@ def made(name, jit_compile=False):
     return compiled(model, OPTIMIZERS[optimizer or "adam"](), jit_compile, ["accuracy"]), x
 
 
-def trained(name, jit_compile=False):
-    with layouts(), names_compiled() if jit_compile else contextlib.nullcontext():
+def trained(name, jit_compile=False, policy=None, scale=1, **given):
+    """Training of a case.
+
+    Args:
+        policy: Name of the layers' dtype policy.
+        scale: Factor of inputs that are numbers.
+        **given: Options of the strategy.
+    """
+    dtypes = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy or dtypes)
+    try:
+        return _trained(name, jit_compile, scale, given)
+    finally:
+        keras.config.set_dtype_policy(dtypes)
+
+
+def _trained(name, jit_compile, scale, given):
+    with (
+        layouts(),
+        swapped(**given) if given else contextlib.nullcontext(),
+        names_compiled() if jit_compile else contextlib.nullcontext(),
+    ):
         model, x = made(name, jit_compile)
+        x = x * scale
         found = left(model, fit(model, x))
         if name.startswith("odd"):
             found["predicted"] = model.predict(x, batch_size=BATCH, verbose=0)
@@ -324,17 +386,59 @@ def in_pieces():
     return found | {"parts": [np.prod(getattr(v._value, "local_shape", v.shape)) for v in weights]}
 
 
-def in_units():
-    """Two pairs of a column and a row cut, each a unit; a traced step's collectives, and bytes."""
+def on_links(optimizer, width=64, rows=8):
+    """Bytes of a step on this worker's connections, as the kernel and as the library counts them.
+
+    Beside these, what the formula of docs/tensor_parallel.md says for columns and for rows.
+    """
+    from keras_psplus.cluster.monitor.step_times import _connections
+
+    def sent():
+        return sum(acked for acked, _ in _connections().values())
+
     with layouts(), collectives() as shapes, each_unit_gathers():
+        sizes = {"a_up": 4 * width, "a_down": width, "b_up": 4 * width, "b_down": 4}
+        layers = [L.Dense(size, "tanh", name=name) for name, size in sizes.items()]
+        model = keras.Sequential([keras.Input((width,)), *layers])
+        compiled(model, OPTIMIZERS[optimizer]())
+        # Traces, and begins connections.
+        fit(model, numbers(2 * rows, width), batch_size=rows, epochs=1)
+        before, counted = sent(), wire_bytes()
+        fit(model, numbers(20 * rows, width), batch_size=rows, epochs=1)
+        wire, counted = (sent() - before) / 20, (wire_bytes() - counted) / 20
+    # Of two workers, each sends as many bytes as a sum has; a row has half of the batch.
+    along_rows = sum(int(one.strip("[]")) for one in shapes["reduce"]) * rows / 2
+    strategy, weights = tf.distribute.get_strategy(), model.trainable_variables
+    pieces = [math.prod(one._value.part.shape) for one in weights]
+    # In backward, of units but the last, whose kernels are still there.
+    gathered, wholes, workers = sum(pieces) + sum(pieces[:-2:2]), 0, strategy.num_workers
+    for weight, place in zip(weights, strategy.engine.plan_of(model.optimizer).places):
+        if place.owner is not None:
+            wholes += math.prod(weight.shape)
+            if place.owner % 2 == strategy.extended.world.rank:
+                # The owner's row gathers it for the update.
+                along_rows += math.prod(getattr(weight._value, "local_shape", ()) or (0,))
+    # Of weights with owners, gradients, new values and the pieces for these; of others, gradients.
+    updated = 2 * wholes * (workers - 1) / workers + sum(pieces)
+    return {
+        "own_wire": wire,
+        "own_counted": counted,
+        "own_columns": 4 * (gathered + updated),
+        "own_rows": 4 * along_rows,
+    }
+
+
+def in_units(**given):
+    """Two pairs of a column and a row cut, each a unit; a traced step's collectives, and bytes."""
+    with layouts(), swapped(**given), collectives() as shapes, each_unit_gathers():
         sizes = {"a_up": 16, "a_down": 6, "b_up": 8, "b_down": 3}
         layers = [L.Dense(size, "tanh", name=name) for name, size in sizes.items()]
         model = compiled(keras.Sequential([keras.Input((7,)), *layers]), O.SGD(0.05))
         before = wire_bytes()
         found = left(model, fit(model, numbers(2 * BATCH, 7), epochs=1))
+        wire = (wire_bytes() - before) / 2
     if not tf.distribute.has_strategy():
         return found
     pieces = [math.prod(one._value.part.shape) for one in model.trainable_variables]
-    wire = (wire_bytes() - before) / 2
     gathered, summed = shapes["gather"], shapes["reduce"]
     return found | {"pieces": pieces, "wire": wire, "gathered": gathered, "summed": summed}

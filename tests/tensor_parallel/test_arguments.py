@@ -1,5 +1,7 @@
 """Meshes, layouts and workers that do not fit are refused, with their names."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from keras_psplus.all_reduce.data.same_data import check_same_in_rows
 from keras_psplus.all_reduce.topology.group_topology import Topology
 from keras_psplus.tensor_parallel.group import is_elementwise
 from keras_psplus.tensor_parallel.mesh import Grid, grid_of
+from keras_psplus.tensor_parallel.mesh_row import MeshRow
 from keras_psplus.tensor_parallel.plan import AutomaticLayouts, Layouts
 from tests.support.tables import for_each
 
@@ -29,6 +32,13 @@ AXES = ("batch", "model")
 def test_meshes(given, text):
     with pytest.raises(ValueError, match=f"{text}.*Received: shape="):
         psp.DeviceMesh(**given)
+
+
+@for_each("shape", [(4, 3), (4, None)])
+def test_what_a_layer_of_your_own_cannot_split(shape):
+    row = MeshRow(types.SimpleNamespace(size=2, place=0))
+    with pytest.raises(ValueError, match=r"dimension -1 .* into 2 equal parts: .*Received: shape"):
+        row.split(keras.KerasTensor(shape), -1)
 
 
 def test_keras_hub_takes_the_mesh():

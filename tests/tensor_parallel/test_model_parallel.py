@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sharding import cases as shares
-from tests.sharding.checks import check_files
+from tests.sharding.checks import check_compressed, check_files
 from tests.support.cluster import equals_one_process, reference, run
 from tests.support.results import assert_close
 from tests.support.tiers import extended
@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step")])
+@pytest.mark.parametrize("name", [*MODELS, *extended("odd/sgd", "own_step", "own_layer")])
 def test_two_workers_equal_one_process(name):
     found = equals_one_process("tp2", cases.trained, name=name)
     for text in SAID.get(name, ()):
@@ -101,17 +101,19 @@ def test_what_a_worker_keeps_is_cut_along_rows_and_columns(layout):
         assert_close(found, expected, TOLERANCE)
 
 
-def test_units_gather_along_columns_and_meet_along_rows():
-    results = run("tp4_all", cases.in_units)
+@pytest.mark.parametrize("frees", [True, *extended(False)])
+def test_units_gather_along_columns_and_meet_along_rows(frees):
+    results = run("tp4_all", cases.in_units, reshard_after_forward=frees)
     for found in results.values():
         # Sums of two row cuts' outputs, and of the gradient of what the second pair computes with;
         # what a unit leaves in parts is gathered for no other.
         assert sorted(found.pop("summed").tolist()) == ["[3]", "[6]", "[6]"]
         assert found.pop("gathered").size == 0
-        # Each piece is gathered and its gradient scattered; kernels are gathered once more in
-        # backward, but for the last unit's, which is still there.
+        # Each piece is gathered and its gradient scattered; kernels that were freed are gathered
+        # once more in backward, but for the last unit's, which is still there.
         pieces = found.pop("pieces")
-        assert found.pop("wire") == 4 * (2 * pieces.sum() + pieces[0] + pieces[2] + pieces[4])
+        again = pieces[0] + pieces[2] + pieces[4] if frees else 0
+        assert found.pop("wire") == 4 * (2 * pieces.sum() + again)
     assert_close(results.first, reference(cases.in_units), TOLERANCE)
 
 
@@ -120,8 +122,10 @@ def test_units_gather_along_columns_and_meet_along_rows():
 @pytest.mark.parametrize(
     "name",
     [
-        *("mlp/adamw", "mlp/average", "mlp/muon", "mlp/counting", "odd/adagrad", "odd/sgd"),
-        *("own_step", "transformer/momentum_clipnorm"),
+        *("mlp/adamw", "mlp/average", "mlp/counting", "mlp/steps", "odd/adagrad", "odd/sgd"),
+        *("own_step", "own_layer", "transformer/momentum_clipnorm", "tied/adamw"),
+        # Whole on one worker each.
+        *("odd/muon", "own_step/muon", "tied/muon_steps", "transformer/lamb", "one/adafactor"),
     ],
 )
 def test_pieces_equal_one_process(layout, name):
@@ -129,8 +133,16 @@ def test_pieces_equal_one_process(layout, name):
 
 
 @pytest.mark.extended
-def test_losses_over_classes_of_weights_in_pieces():
-    found = run("tp4_all", cases.of_vocabulary).first
+@pytest.mark.parametrize("layout", ["tp4", "tp4_shards", "tp4_all"])
+def test_all_workers_skip_an_update_that_overflows_on_one(layout):
+    found = equals_one_process(layout, cases.trained, name="mlp/overflow", scale=40).first
+    assert 0 < found["slots/2"] < 6
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["tp4_shards", "tp4_all"])
+def test_losses_over_classes_of_weights_in_pieces(layout):
+    found = run(layout, cases.of_vocabulary).first
     del found["gathered"]
     assert_close(found, reference(cases.of_vocabulary), TOLERANCE)
 
@@ -149,8 +161,40 @@ def test_gradients_and_new_values_in_fewer_bytes():
 
 
 @pytest.mark.extended
+def test_what_is_gathered_in_fewer_bytes():
+    # Parts of a row's two workers, small enough to be still there in backward.
+    kernels, biases = 64 * 48 + 96 * 5, 96 + 10
+    gradients = kernels * (1 + 4 / 256) + 4 * biases
+    check_compressed("tp4_all", lambda *_: gradients / 2 + kernels + biases)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", ["tp4_shards", "tp4_all"])
-@pytest.mark.parametrize("name", ["places", "two_optimizers"])
+def test_mixed_precision_with_a_loss_scale(layout):
+    args = {"name": "transformer/loss_scale", "policy": "mixed_float16"}
+    found = run(layout, cases.trained, **args).first
+    expected = reference(cases.trained, **args)
+    assert_close(found, expected, 1e-2)
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+    # Steps, the scale and how long it has been there.
+    for i in range(3):
+        assert found[f"slots/{i}"] == expected[f"slots/{i}"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("optimizer, filled", [("adam", 0), ("lamb", 0.3)])
+def test_the_kernel_counts_the_bytes_of_the_formula(optimizer, filled):
+    for found in run("tp4_all", cases.on_links, optimizer=optimizer).values():
+        # Owners have not as many bytes, and rows that they scatter and gather are filled up.
+        assert 1 <= found["own_counted"] / found["own_columns"] <= 1 + filled
+        both = found["own_counted"] + found["own_rows"]
+        assert found["own_wire"] == pytest.approx(both, rel=0.05)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["tp4_shards", "tp4_all"])
+@pytest.mark.parametrize("name", ["places", "two_optimizers", "muon"])
 def test_accumulated_updates_of_pieces_equal_those_of_one_process(layout, name):
     equals_one_process(layout, shares.accumulated, name=name)
 
@@ -159,6 +203,11 @@ def test_accumulated_updates_of_pieces_equal_those_of_one_process(layout, name):
 @pytest.mark.parametrize("other", ["plain", "tp2", "opt2"])
 def test_pieces_go_on_elsewhere(other, tmp_path):
     check_files("tp4_shards", tmp_path, other)
+
+
+@pytest.mark.extended
+def test_slots_with_owners_go_on_elsewhere(tmp_path):
+    check_files("tp4_all", tmp_path, "tp4_shards", name="muon")
 
 
 @pytest.mark.extended

@@ -237,7 +237,6 @@ class Coding:
         compressor: `Compressor` that `supports_reduce_scatter`, perhaps in `ErrorFeedback`.
         step: int64 scalar, the same on all replicas.
         states: `ReplicaStates` where what is left out is kept; not needed without `ErrorFeedback`.
-        name: Name of the state there.
 
     Attributes:
         words: What is sent.

@@ -93,7 +93,6 @@ def choose(given: Any, devices: list[str], control: ControlPlane | None) -> Any:
 
     Args:
         given: The user's `tf.distribute.experimental.CommunicationOptions`.
-        control: The control plane between workers; None if there is one.
 
     Raises:
         ValueError: If workers have devices of different kinds or numbers.

@@ -41,9 +41,6 @@ def names_of(task: TaskConfig, local: int) -> list[str]:
 def ranks_by_place(names: Sequence[str]) -> list[int]:
     """The rank that stands at each place of TensorFlow's order.
 
-    Args:
-        names: As of `names_of`.
-
     Example:
 
     >>> ranks_by_place(["task:2", "task:9", "task:10"])
@@ -91,9 +88,6 @@ class Launcher(cross_device_utils.CollectiveReplicaLauncher):
 
         Branches of a graph need it: each begins with the first lane, and would otherwise wait for
         earlier branches.
-
-        Args:
-            name: String, the same on all replicas.
         """
         return self.keys.named(name)
 
@@ -353,11 +347,7 @@ class CollectiveOps(cross_device_ops.CollectiveAllReduce):
         return self._launchers
 
     def narrow(self, launchers: list[Launcher]) -> None:
-        """Has them work between some of the replicas.
-
-        Args:
-            launchers: `Launcher` of each local replica among these.
-        """
+        """Has them work between some of the replicas."""
         self._launchers, self._group_size = launchers, launchers[0]._group_size
 
 

@@ -496,7 +496,7 @@ class MirroredReplicaStep(ReplicaStep):
         fraction = self.batch_fraction()
 
         def unless_empty(value: tf.Tensor) -> tf.Tensor:
-            # What an empty replica has computed may be NaN.
+            # Results of an empty replica may be NaN.
             return tf.where(fraction > 0, value, tf.zeros_like(value))
 
         def weighted(value: tf.Tensor) -> tf.Tensor:

@@ -306,5 +306,5 @@ class _OptimizerState:
         self.units: list[dict[Any, Any]] = [{} for _ in states]
         self.optimizer: Any = None
         self.finish: tuple[Any, Any] = None, None
-        # What `on_build` has returned.
+        # Returned by `on_build`.
         self.parts: Any = None

@@ -49,7 +49,6 @@ def better_ring(
     """Finds an order of hosts with which a ring takes clearly less time.
 
     Args:
-        links: What was measured between hosts.
         ring: Ranks in the order in which the ring goes round them; the same whatever host has
             which rank. The first host keeps its rank.
         groups: Of hosts that are near each other, as places in `links.hosts`. What leaves a group

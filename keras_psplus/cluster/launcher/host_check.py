@@ -53,13 +53,13 @@ def _facts(ports: list[int], seconds: float) -> dict[str, object]:
 
 def _listen(port: int, seconds: float) -> str | None:
     """Accepts connections from now on; returns why it cannot."""
-    server = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # As TensorFlow's servers do, where the host has both.
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        server.bind(("", port))
-        server.listen()
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)
 
     def accept() -> None:
         while True:
@@ -100,12 +100,18 @@ def _receive(connection: socket.socket, seconds: float) -> None:
             pass
 
 
+def name_of(address: tuple[str, int]) -> str:
+    """An address as TF_CONFIG has it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _reach(address: tuple[str, int], reasons: dict[str, str]) -> None:
     try:
         socket.create_connection(address, _SECONDS).close()
     except OSError as error:
         dropped = isinstance(error, TimeoutError) and "no answer (a firewall drops the packets)"
-        reasons[f"{address[0]}:{address[1]}"] = dropped or error.strerror or str(error)
+        reasons[name_of(address)] = dropped or error.strerror or str(error)
 
 
 def _reach_all(addresses: list[tuple[str, int]]) -> dict[str, str]:

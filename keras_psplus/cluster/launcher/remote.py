@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from keras_psplus.cluster.config import split_address
-from keras_psplus.cluster.environment import Task, python_path
+from keras_psplus.cluster.environment import Task, has_port, python_path
 from keras_psplus.cluster.launcher.task_ends import ending_with_parent
 from keras_psplus.cluster.monitor.job import FOLDER_VARIABLE, JSON_LOG_VARIABLE
 from keras_psplus.cluster.monitor.trace import TRACE_VARIABLE
@@ -54,23 +54,30 @@ def expand(hosts: Sequence[str]) -> list[str]:
 
     >>> expand(["A:2", "B", "C:2300"])
     ['A', 'A', 'B', 'C:2300']
+
+    Raises:
+        ValueError: If one is no host.
     """
-    found = []
+    found: list[str] = []
     for text in hosts:
         slots = _SLOTS.fullmatch(text)
         if slots is None or int(slots["slots"]) > _MOST_SLOTS:
             found.append(text)
         else:
             found += [slots["host"]] * int(slots["slots"])
+    for host in found:
+        address = host.rpartition("@")[2]
+        try:
+            split_address(address if has_port(address) else f"{address}:2222")
+        except ValueError as error:
+            raise ValueError(
+                f"{host!r} cannot be used as a host: {error}. Received: {','.join(hosts)}"
+            ) from None
     return found
 
 
 def read_hostfile(path: str) -> list[str]:
-    """Hosts of a file as OpenMPI's: a line for each, as in `A slots=2`.
-
-    Raises:
-        ValueError: If it cannot be read, or has another line.
-    """
+    """Hosts of a file as OpenMPI's: a line for each, as in `A slots=2`."""
     try:
         lines = pathlib.Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -347,7 +354,7 @@ class RemoteProcess:
         self._is_up = True
         if "ended" in said:
             self._ended = int(said["ended"])
-            # What the task has left may have its output, for whose end ssh waits.
+            # Processes that it has left may hold its output, for whose end ssh waits.
             self._kill_later()
         if "file" not in said:
             return

@@ -80,7 +80,7 @@ def become(request: dict[str, Any], files: list[int], set_by_modules: dict[str, 
     os.environ.clear()
     os.environ.update({**set_by_modules, **request["environ"]})
     time.tzset()
-    tempfile.tempdir = None  # What a module may have asked for goes by the server's environment.
+    tempfile.tempdir = None  # One found by a module goes by the server's environment.
     sys.modules[WARM_START] = start = types.ModuleType(WARM_START)
     start.environ = dict(os.environ)  # type: ignore[attr-defined]
     sys.argv[:] = request["argv"]
@@ -134,7 +134,7 @@ class Ending:
     def _end(self) -> None:
         if self._code is None:
             return  # By Ctrl-C, of which Python itself makes a signal; or it is the server.
-        # What was open before the fork is not among these.
+        # Files open before the fork are not among these.
         flush_files()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -349,7 +349,6 @@ def load_first(
     Args:
         tables: Tables of backups, which servers have read.
         training: List to which its `TrainingState` is added, if it has one.
-        is_strict: Whether optimizers have to be the same.
 
     Raises:
         OSError: If there is none.

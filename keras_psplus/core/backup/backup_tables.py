@@ -71,8 +71,6 @@ class BackupTables:
             stems: Beginnings of the names of files to keep, of states that count; None if that is
                 not known.
 
-        Returns:
-            As `begin_write`.
         """
         raise NotImplementedError
 
@@ -132,7 +130,6 @@ def read_here(
     Args:
         listed: Content of the backup's list.
         tables: As `set_aside` yields them.
-        is_strict: Whether optimizers have to be the same.
 
     Returns:
         An error text, or None.

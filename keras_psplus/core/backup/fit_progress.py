@@ -52,7 +52,7 @@ class FitProgress:
         self.is_saving = True
         self.passed: dict[str, Any] | None = None
         self.folders: list[str] = []
-        # What is to be done with the backup that was there, as far as it is known.
+        # Decision on the backup that was there, as far as it is known.
         self._found: str | None = None
         self.optimizers: list[keras.optimizers.Optimizer] = []
         self._layout: dict[str, Any] | None = None
@@ -101,7 +101,7 @@ class FitProgress:
 
     def _seed_of(self, call: FitCall, folder: str) -> int | None:
         """Seed of the data in a backup; None if there is none for this call."""
-        # What is wrong is said when the model is restored, on all workers.
+        # Faults are reported when the model is restored, on all workers.
         with contextlib.suppress(Exception):
             store.take(folder, self.owner)
             if (path := store.path_of_training(folder)) is not None:
@@ -146,7 +146,7 @@ class FitProgress:
         if self._seed is None:
             self._seed = seed
 
-    # What callbacks see.
+    # Training as callbacks see it.
 
     @contextlib.contextmanager
     def beginning(self, callbacks: keras.callbacks.CallbackList) -> Iterator[None]:
@@ -275,7 +275,7 @@ class FitProgress:
         self._due.append(save)
         return True
 
-    # What is saved.
+    # Saved state.
 
     def state(
         self,
@@ -338,7 +338,7 @@ def _check_frequency(backup: keras.callbacks.BackupAndRestore) -> None:
 # from a later one's.
 
 
-# What a call does with the backup that it finds.
+# Decisions of a call on the backup that it finds.
 RESUME, PASS, AGAIN, FRESH = "resume", "pass over", "train without backups", "begin afresh"
 _ARGUMENTS = "epochs", "initial_epoch", "batch_size", "steps_per_epoch"
 

@@ -6,6 +6,8 @@
     compression/      files of workers, and
     tables-*          of servers, which may be on disks of their own, and serve several backups
     ENDED-*           LATEST of a `fit` that has ended, kept until the script has ended well
+    latest.weights.h5/  a folder in place of Keras's file. Keras without a strategy of this library
+                      looks for that file alone: it would find nothing, and delete all in the end
 
 A new backup counts once LATEST has been replaced. What it does not name is no backup: it was cut
 short or is out of date, and is removed before the next one is written.
@@ -46,6 +48,14 @@ _FILES = re.compile(rf"{WEIGHTS}|{METADATA}|{SEEDS}|{TRAINING}|{_MANIFEST}|\.?{L
 # Names that versions before this format had in the folder itself.
 _FORMER = "digests.json", "complete"
 _OF_KERAS = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(METADATA)})(\.bkp)?")
+_NOTE, _NOTE_TEXT = (
+    "OF_KERAS_PSPLUS.txt",
+    (
+        "The folder above has the backup of a job that trained under a strategy of keras_psplus.\n"
+        "Keras alone cannot read it. To go on, train under that strategy again (in one process:\n"
+        "keras-psplus run --workers 1 train.py); to train from the beginning, delete the folder.\n"
+    ),
+)
 _CUT_SHORT = re.compile(rf"\.{LATEST}\.[0-9a-f]{{32}}")
 _OTHERS = re.compile(
     rf"{LATEST}|\.?{re.escape(ownership.FILE)}(\.[0-9a-f]{{32}})?|compression"
@@ -128,11 +138,7 @@ def find(folder: str) -> list[Backup]:
 
 
 def _read(path: str) -> Backup:
-    """Reads what a backup's manifest says, and checks its files.
-
-    Raises:
-        ValueError: If one of them is not as it was written.
-    """
+    """Reads what a backup's manifest says, and checks its files."""
     content = _manifest(path)
     for name, expected in content["files"].items():
         problem = integrity.problem_of(file_utils.join(path, name), expected)
@@ -157,7 +163,7 @@ def _find_keras_own(folder: str) -> list[Backup]:
             "begun it, or delete the folder to train from the beginning. "
             f"Received: {', '.join(former)} without {LATEST}"
         )
-    if not file_utils.exists(file_utils.join(folder, WEIGHTS)):
+    if not file_utils.exists(file_utils.join(folder, WEIGHTS)) or _has_guard(folder):
         return []
     try:
         integrity.check_regular(file_utils.join(folder, WEIGHTS))
@@ -264,7 +270,6 @@ def written(
     Args:
         worker_files: Dict from names to digests of the files that workers have written for it.
         needed: Bytes that this process writes at least.
-        keeps_previous: Whether the one before is kept.
 
     Yields:
         The new folder's path.
@@ -281,7 +286,7 @@ def written(
         path = file_utils.join(folder, name)
         file_utils.makedirs(path)
     try:
-        # What TensorFlow raises here is about variables of other tasks.
+        # TensorFlow's errors here are about variables of other tasks.
         with translate_file_errors(folder, (OSError,)):
             _check_room(needed, path)
             yield path
@@ -400,8 +405,20 @@ def _prune(folder: str) -> None:
     replaced = (_ENDED, _OF_KERAS, _CUT_SHORT) if names else ()
     for name in _names(folder):
         is_unnamed = name not in needed and _is_backup(folder, name)
-        if is_unnamed or any(pattern.fullmatch(name) for pattern in replaced):
+        is_replaced = any(pattern.fullmatch(name) for pattern in replaced)
+        if is_unnamed or is_replaced and not (name == WEIGHTS and _has_guard(folder)):
             _remove(file_utils.join(folder, name))
+    guard = file_utils.join(folder, WEIGHTS)
+    if names and not file_utils.exists(guard):
+        file_utils.makedirs(guard)
+    if names and not _names(guard):
+        write_text(file_utils.join(guard, _NOTE), _NOTE_TEXT)
+
+
+def _has_guard(folder: str) -> bool:
+    """Whether a folder of this library is where Keras has its file, perhaps half made."""
+    path = file_utils.join(folder, WEIGHTS)
+    return bool(file_utils.isdir(path)) and set(_names(path)) <= {_NOTE}
 
 
 def _is_backup(folder: str, name: str) -> bool:

@@ -261,14 +261,7 @@ def build_optimizers(
 def check_model(
     model: keras.Model, facts: dict[str, Any], folder: str, with_optimizers: bool = True
 ) -> None:
-    """Sees that a state is one of a model, whose optimizers have been built.
-
-    Args:
-        with_optimizers: Whether optimizers have to be the same.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Sees that a state is one of a model, whose optimizers have been built."""
     saved, own = facts["variables"], optimizers.forms(model.variables)
     differing: Any = None
     if saved != own:
@@ -285,9 +278,6 @@ def check_model(
 
 def difference_beside_weights(model: keras.Model, facts: dict[str, Any]) -> Any:
     """Finds what differs between a model's optimizers and other variables and those of a state.
-
-    Args:
-        model: The model, whose optimizers have been built.
 
     Returns:
         Pair of what the model and the state have, or None if they are the same.
@@ -344,12 +334,8 @@ def weights_of_callbacks(
     They travel as the model's own, which all but the chief have to be given after that.
 
     Args:
-        state: The state, on the chief; None on others.
         share: Function that gives all workers the chief's values of Keras variables.
-        meet: Function that waits for all workers.
 
-    Returns:
-        For each callback that keeps weights, a list of them.
     """
     found = {}
     counts = counts_of_weights(facts["callbacks"])

@@ -148,7 +148,7 @@ def _check_in_scope(
 # Requested placement of the tables of KerasRS's `DistributedEmbedding`.
 
 PARAMETER_SERVER, MIRRORED, AUTO = "parameter_server", "mirrored", "auto"
-# What KerasRS calls the places that `HybridStrategy` knows by other names.
+# KerasRS's name for a place that `HybridStrategy` calls otherwise.
 _KERAS_RS_MIRRORED = "default_device"
 
 

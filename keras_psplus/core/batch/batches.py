@@ -69,13 +69,9 @@ def padded(data: Any, rows: tf.Tensor, instead: Sequence[tf.Tensor | None] | Non
     """A batch; instead of one of no rows, one of a single row.
 
     Args:
-        data: Structure of tensors.
-        rows: Scalar tensor, the number of rows.
         instead: For each dense tensor among them, what to put in its place; by default zeros, or
             empty strings.
 
-    Returns:
-        Structure of tensors with at least one row.
     """
     leaves = tf.nest.flatten(data)
     instead = [None] * len(leaves) if instead is None else list(instead)
@@ -93,7 +89,7 @@ def padded(data: Any, rows: tf.Tensor, instead: Sequence[tf.Tensor | None] | Non
         lambda: [tf.identity(instead[i]) for i in places],
     )
     for i, leaf in zip(places, chosen):
-        # What is known to be 0 is of a batch that TensorFlow has made up.
+        # A dimension known to be 0 is of a batch that TensorFlow has made up.
         leaves[i] = tf.ensure_shape(leaf, [None, *(n or None for n in leaves[i].shape[1:])])
     return tf.nest.pack_sequence_as(data, leaves)
 

@@ -80,7 +80,6 @@ def whole_of(gradient: tf.Tensor | tf.IndexedSlices | None, keeps_size: bool = T
     """Function that turns rows of parts of a batch into those of the whole batch.
 
     Args:
-        gradient: That of one part.
         keeps_size: Whether zeros may stay in the place of rows that were added to others, as a GPU
             would wait for the host to leave them out.
 

@@ -107,7 +107,6 @@ class CompiledFunction:
     the tensors.
 
     Args:
-        function: Function of the arguments.
         layers: Function that lists the layers that it calls, and those inside of them.
         args: Arguments of the first call; others may differ in their tensors.
 
@@ -286,7 +285,7 @@ def _task_and_device(name: str | None) -> tuple[Any, ...]:
 #     batch ─► [ model ] ─► loss ─► tape ─► [ gradients of the model ] ─► collectives, optimizer
 #              compiled                       compiled
 #
-# What talks to other replicas cannot be compiled, on CPUs at least, and sums of gradients would
+# Collectives cannot be compiled, on CPUs at least, and sums of gradients would
 # wait for the last of them. So only the call of a model in the step is one compiled function; its
 # gradient is one too, as TensorFlow compiles the gradient of what it compiles. Of a functional
 # model that XLA cannot compile, what is before and after the operations in the way is.
@@ -451,7 +450,6 @@ class CompiledCalls:
         """Runs the graph of a functional model, segment by segment.
 
         Args:
-            call: The call of `Function._run_through_graph`.
             kind_of: Function of an operation that returns its kind, as for `split`.
             run_one: Function of a segment, and of tensors by ids of symbolic ones, to which it adds
                 the outputs. It returns False if the segment is to be cut once more.

@@ -21,7 +21,7 @@ from keras_psplus.core.graph.subgraph import Subgraph, nodes_of
 #
 #     state before the step + sum over replicas of (what was read - state before the step)
 #
-# What else goes into such a log is averaged over the replicas first, as logs of a replica's own
+# Other values in such a log are averaged over the replicas first, as logs of a replica's own
 # are.
 
 _READS = ("ReadVariableOp", "VariableShape", "VarIsInitializedOp")
@@ -210,7 +210,7 @@ class MetricLosses:
     def inside(self, metric: keras.metrics.Metric) -> Iterator[None]:
         """Context of a metric's `update_state`."""
         outer = self.are_local
-        # What a function returns is for the mean that calls it.
+        # A function's result is for the mean that calls it.
         is_function = type(metric).update_state is _FUNCTIONS.update_state
         self.are_local = not is_function
         try:

@@ -91,7 +91,7 @@ class TapeCall:
         for i, (own, part) in enumerate(zip(self._own, self.parts)):
             if _is_same(own, gradient):
                 if self.graph is not None:
-                    # What takes the part may ask whether anything else uses it.
+                    # Users of the part may ask whether anything else uses it.
                     _replace(
                         own, tf.nest.map_structure(_nothing_like, part, expand_composites=True)
                     )
@@ -109,7 +109,7 @@ class TapeCall:
         if gradient is None or self._is_finished:
             return False
         if self.graph is None:
-            # What eager tensors were computed of is not known.
+            # Eager tensors do not say what they were computed from.
             return True
         return any(id(op) in self._ops for op in sources([gradient], self._ops))
 
@@ -200,7 +200,6 @@ def are_equal_everywhere(
     """Whether tensors surely have the same values on all replicas, as constants and variables do.
 
     Args:
-        tensors: Symbolic or eager tensors.
         ends: Ids of operations of which that is known.
         met: Set that those of `ends` are added to of which the tensors were computed.
     """

@@ -178,10 +178,6 @@ _INPUTS = ("Placeholder", "PlaceholderWithDefault", "_Arg")
 class Subgraph:
     """The operations between some tensors and others that are computed from them.
 
-    Args:
-        tensors: Symbolic tensors of one graph.
-        sources: Tensors of that graph.
-
     Attributes:
         operations: Operations that depend on a source, each after those that it needs.
         inputs: What these operations need besides sources and constants.
@@ -253,7 +249,6 @@ def operations_before(tensors: Sequence[tf.Tensor], sources: Any) -> list[tf.Ope
     """Operations that compute tensors, each after those that it needs.
 
     Args:
-        tensors: Symbolic tensors of one graph.
         sources: References of tensors whose operations are left out.
     """
     ordered, seen = [], set()

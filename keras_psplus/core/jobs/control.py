@@ -84,7 +84,6 @@ class ControlPlane:
         Args:
             kind: What the workers are doing, such as `"variable"`.
             fingerprint: Text that must be equal on all workers.
-            description: Text for people, shown in the error.
 
         Returns:
             The first worker's description.
@@ -159,7 +158,6 @@ class ControlPlane:
 
         Args:
             steps: `Progress.steps` of this process.
-            where: Where it is, for people.
         """
         try:
             self._put(f"{steps}\n{self.task.name}\n{where}", _STOP)
@@ -193,19 +191,11 @@ class ControlPlane:
         return listen(_posted_key(name))
 
     def wait_for(self, name: str, whom: str, kind: str) -> str:
-        """Waits for a text that another worker posts, as `exchange` waits.
-
-        Args:
-            kind: What this one is doing.
-        """
+        """Waits for a text that another worker posts, as `exchange` waits."""
         return self._wait(_posted_key(name), whom, kind)
 
     def end_after(self, stop: Stop, at: str | None) -> None:
-        """Ends the steps of all workers, as one has stopped.
-
-        Args:
-            at: Where this one is, for people.
-        """
+        """Ends the steps of all workers, as one has stopped."""
         # TensorFlow cuts what it passes on.
         message = (
             f"Workers have fallen out of step: {stop.name} has stopped training {stop.where}, "
@@ -352,11 +342,8 @@ def run_on_chief(
     everywhere.
 
     Args:
-        control: `core.jobs.control.ControlPlane`, or None if there is one worker.
         work: Function without arguments that returns what can be turned into JSON.
 
-    Returns:
-        What `work` has returned on the chief.
 
     Raises:
         Exception: What it has raised there.

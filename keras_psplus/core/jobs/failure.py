@@ -41,7 +41,7 @@ _REPORT_SECONDS = 2.0
 # The process stays for so long after a report, so that it arrives before the connection breaks.
 _ARRIVAL_SECONDS = 0.5
 _LONGEST_CAUSE = 300
-# What TensorFlow's errors say before the cause.
+# Text of TensorFlow's errors before the cause.
 _ABOUT_THE_GRAPH = re.compile(r'Graph execution error:|Detected at |File "|\[\[')
 
 _reported_at: float | None = None
@@ -76,7 +76,6 @@ def report_failure(
 
     Args:
         is_cause: Function that tells whether this process's failure is not another one's.
-        post: As for `report`.
     """
     signals.watch()
 
@@ -133,12 +132,12 @@ _WHERE = re.compile(
     r"Graph execution error:|Detected at node|<stack traces unavailable>|  (File )?|"
     r"\d+ root error\(s\) found"
 )
-# What an operation of ours says begins so, wherever TensorFlow puts it.
+# Beginnings of our operations' own messages, wherever TensorFlow puts them.
 LOST, REFUSED = "keras_psplus lost: ", "keras_psplus refused: "
 _SAID = re.compile(f"({LOST}|{REFUSED})(.*)")
 _ENDED = re.compile(rf"{ENDED}(\S+ \((\S+)\) has ended [^.]*)\. Received: (.*)")
 _PROBE_SECONDS = 3.0
-# How long a failed process stays, so that the others can tell it from the dead one.
+# Time that a failed process stays, so that the others can tell it from the dead one.
 _LINGER_SECONDS = 2 * _PROBE_SECONDS
 _POLL_SECONDS = 0.1
 _MOST_THREADS = 64
@@ -150,9 +149,6 @@ _ended_address: str | None = None
 @contextlib.contextmanager
 def translate_errors(task: TaskConfig | None) -> Iterator[None]:
     """Adds the lost worker's name to TensorFlow's error.
-
-    Args:
-        task: `TaskConfig` of this process, or None if it trains alone.
 
     Raises:
         PeerLostError: In place of TensorFlow's error, if a peer does not answer.
@@ -198,7 +194,6 @@ def raise_if_peer_gone(task: TaskConfig, error: BaseException, silent: Collectio
     One that does not answer just now may go on.
 
     Args:
-        error: TensorFlow's error that made somebody ask.
         silent: Names of those that have been silent for too long.
     """
     names = {task_name(job, index): address for job, index, address in task.peers()}
@@ -214,13 +209,7 @@ def _raise_peer_lost(task: TaskConfig, who: str, error: BaseException) -> NoRetu
 
 
 def lost_message(lost: str, who: str, cause: str) -> str:
-    """Error message for lost workers.
-
-    Args:
-        lost: Their names and addresses.
-        who: Name of who cannot go on.
-        cause: How it showed.
-    """
+    """Error message for lost workers."""
     return _without_it(f"{lost} stopped answering", who, cause)
 
 
@@ -252,9 +241,6 @@ def watch(task: TaskConfig, post: Callable[[str], None] | None = None) -> None:
     """Reports this worker's failure to the others, and exits if another worker fails.
 
     It ends past TensorFlow's shutdown barrier if a peer was lost.
-
-    Args:
-        post: As for `error_report.report`.
     """
     report_failure(task, lambda: _failed_at is None, post)
     atexit.register(_leave, task)

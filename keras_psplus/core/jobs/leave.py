@@ -31,11 +31,7 @@ _END_SECONDS, _LOOK_SECONDS = 15.0, 0.05
 
 
 def watch(task: TaskConfig, silent: Callable[[], Collection[str]]) -> None:
-    """Has this worker leave in order when its script ends well.
-
-    Args:
-        silent: Function that returns the names of workers that have been silent for too long.
-    """
+    """Has this worker leave in order when its script ends well."""
     has_ended = threading.Event()
     # At the interpreter's end no thread can be started any more.
     thread = threading.Thread(target=_run, args=[task, silent, has_ended], daemon=True)

@@ -51,7 +51,6 @@ class Preemption:
     """End of one process's training by SIGTERM, after the same batch on all workers.
 
     Args:
-        control: `ControlPlane` between the workers that run the script, or None.
         alone: How many steps a worker may take without waiting for another.
     """
 

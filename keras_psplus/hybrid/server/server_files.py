@@ -15,7 +15,7 @@ from keras_psplus.files.tables import STEM, chains, name_of
 from keras_psplus.hybrid.server.shard import DynamicShard, TableShard
 from keras_psplus.tables import files as dynamic_files
 
-# What this module and TensorFlow's operations for it write.
+# Files that this module and TensorFlow's operations for it write.
 _OWN = re.compile(
     rf"{STEM}-[0-9a-f]+-\d+-of-\d+\.(parts|index(\.tempstate\d+)?|data-\d+-of-\d+(\.tempstate\d+)?)"
 )

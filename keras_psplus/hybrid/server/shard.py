@@ -135,7 +135,7 @@ class TableShard:
             makers[f"read{i}"] = functools.partial(self._read, variable)
             makers[f"write{i}"] = functools.partial(self._write, variable)
         if self.optimizer is not None:
-            number = self._optimizer_number  # What was traced for an earlier one is not for this.
+            number = self._optimizer_number  # Traces of an earlier optimizer do not fit this one.
             makers[f"push{number}"] = self._push_function
             if self._sync:
                 makers[f"norm{number}"], makers[f"commit{number}"] = self._norm, self._commit

@@ -45,7 +45,7 @@ class TableVariable(CompositeVariable):
     ) -> None:
         self.table, self.slot, self._tables, self._lookup = table, slot, tables, lookup
         with tf.init_scope(), tf.device("/CPU:0"):
-            # What the tape knows the table by.
+            # The tape knows the table by this.
             self._proxy = resource_variable_ops.ResourceVariable(
                 tf.zeros([0, table.dim]), trainable=trainable, name=name
             )
@@ -216,7 +216,7 @@ def _serialized(initializer: Any) -> dict[str, Any] | None:
         return None
     seed = getattr(initializer, "seed", None)
     if isinstance(seed, int):
-        # What it has drawn is not in its own configuration.
+        # A seed that it has drawn is not in its own configuration.
         config["config"]["seed"] = seed
     elif seed is not None:
         return None

@@ -287,11 +287,7 @@ class Tables:
         self._change(table, slot, lambda: table.write(slot, value))
 
     def edit(self, table: Table, act: Callable[[], None]) -> None:
-        """Has the chief change keys of a table; the others wait for it.
-
-        Raises:
-            ValueError: If workers train, of which each may be in another step.
-        """
+        """Has the chief change keys of a table; the others wait for it."""
         if self._row_caches.is_active:
             raise ValueError(
                 "While `fit` trains, keys come and go with its updates alone: insert, remove or "
