@@ -30,7 +30,7 @@ cli
 FOLDERS = """
 all_reduce: data collectives liveness startup reduction topology shard_option step reducers extended
     engine strategy
-cli: flags bench manifests serve status add_worker
+cli: foreign_calls flags bench manifests serve status add_worker
     host_doctor doctor remote_task run exec plan export main
 cluster: config console ports process environment channel handshake discovery monitor preflight
     launcher serving processes testing in_process
