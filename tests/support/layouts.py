@@ -152,7 +152,6 @@ LAYOUTS = {
     "hybrid_devices2": Layout(_makes("HybridStrategy", devices=2)),
     "hybrid22": _hybrid(ps=2, caches=True),
     "hybrid21_ahead": _hybrid(prefetch=True),
-    "hybrid21_ahead_all": _hybrid(prefetch=True, shard="all"),
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
     "hybrid21_shards": _hybrid(shard="optimizer"),
