@@ -313,7 +313,7 @@ class ShardedModelParallelEngine(ModelParallelEngine):
         super()._scatter_to_owners(optimizer, grads, variables, places, numbers)
 
     def _summand(self, gradient: tf.Tensor, weight: CutWeight | None) -> tf.Tensor:
-        """This worker's summand of a whole gradient, zero where another has it."""
+        """A worker's summand of a whole gradient: of what a row has alike, the first's."""
         place, size = self.strategy.extended.group.place, self.strategy.extended.group.size
         if weight is None:
             return tf.zeros_like(gradient) if place else gradient

@@ -7,8 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.parts import swapped
-
 layers = keras.layers
 
 
@@ -124,24 +122,6 @@ def counting(counts, by_default):
         mock.patch.object(AllReduceEngine, "compiles_by_default", by_default),
     ):
         yield
-
-
-def beside(options):
-    """Weights of training with each of a strategy's options, compiled and not."""
-    found = {}
-    for i, option in enumerate(options):
-        for is_compiled in (True, False):
-            keras.utils.set_random_seed(1)
-            with swapped(**option):
-                dense = [layers.Dense(8, "tanh"), layers.Dense(3)]
-                model = keras.Sequential([keras.Input((5,)), *dense])
-                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-                model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=is_compiled)
-                x, _ = data_of("Pair", 32)
-                model.fit(x, np.arange(32) % 3, 8, shuffle=False, verbose=0)
-                for j, value in enumerate(model.get_weights()):
-                    found[f"{i}/{is_compiled}/{j}"] = value
-    return found
 
 
 def refused():

@@ -8,7 +8,7 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.all_reduce.engine import OneReplicaEngine
 from keras_psplus.core.graph import compiled_calls
-from tests.all_reduce.compiled_cases import beside, refused, trained
+from tests.all_reduce.compiled_cases import refused, trained
 from tests.support.cluster import reference, run
 from tests.support.results import assert_close
 from tests.support.tiers import extended
@@ -24,35 +24,6 @@ def test_two_replicas_equal_one_process(name, calls):
     # Each replica's, once in the trace.
     assert found.pop("calls") >= calls
     assert_close(found, expected, 2e-5)
-
-
-_EXACT = [{"updates": "accumulate:2"}]
-_ROWS = [{"compression": "bf16"}, {"compression": "int8"}]
-_WHOLE = [{"compression": one} for one in ("powersgd:1", "topk:0.5", "factors")]
-_LOCAL = [{"updates": "local_sgd:2"}, {"updates": "diloco:2"}]
-_GROUPS = [{"topology": [[0, 1], [2, 3]]}]
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "layout, options",
-    [
-        ("ar4", [*_EXACT, *_ROWS, *_WHOLE, *_LOCAL, *_GROUPS]),
-        *((name, [*_EXACT, *_ROWS]) for name in ("opt2", "all2", "tp4_shards", "tp4_all")),
-        ("tp4", [*_EXACT, *_ROWS, *_WHOLE, *_GROUPS]),
-        ("hybrid21_all", [*_EXACT, *_ROWS]),
-    ],
-)
-def test_xla_goes_with_each_option(layout, options):
-    found = run(layout, beside, options=options, seconds=400, same=False).first
-    for i, option in enumerate(options):
-        of = [
-            {name[-1]: value for name, value in found.items() if name.startswith(f"{i}/{way}/")}
-            for way in (True, False)
-        ]
-        # What is rounded next to an edge may fall to the other side.
-        assert_close(*of, 1e-2 if "compression" in option else 2e-5)
 
 
 @pytest.mark.processes
