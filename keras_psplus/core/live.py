@@ -20,6 +20,7 @@ from keras_psplus.core.base import checks
 from keras_psplus.core.base.threads import ThreadFlag
 from keras_psplus.engine import Call, Engine, answers
 from keras_psplus.log import info_once
+from keras_psplus.tf_internals import distributed_values, values_util
 
 # Registry of the strategies that distribute training in this process.
 #
@@ -36,11 +37,7 @@ _single = ThreadFlag()
 
 
 def note(strategy: tf.distribute.Strategy, in_cluster: bool) -> None:
-    """Notes that a strategy distributes training in this process.
-
-    Args:
-        in_cluster: Whether it connects this process to others.
-    """
+    """Notes that a strategy distributes training in this process."""
     _live.add(strategy)
     if in_cluster:
         _of_clusters.append(strategy)
@@ -123,6 +120,19 @@ class OutsideScope(Engine):
     def _predict(self, call: Call) -> Any:
         # Right in each process, but not distributed.
         note_prediction(call.owner, call.name)
+        return call.proceed()
+
+    def gradient(self, call: Call) -> Any:
+        """Refuses mirrored variables, of which a scope has no single copy."""
+        for source in tf.nest.flatten(call.get("sources")):
+            source = getattr(source, "_value", source)
+            is_mirrored = isinstance(source, distributed_values.DistributedVariable)
+            if is_mirrored and values_util.get_current_replica_id_as_int() is None:
+                raise ValueError(
+                    "A tape has no gradients of variables in `strategy.scope()`: call "
+                    "`tape.gradient` outside of it, or in a step (`train_step`, `strategy.run`). "
+                    f"Received: sources with '{source.name}'"
+                )
         return call.proceed()
 
     def apply(self, call: Call) -> Any:

@@ -240,6 +240,11 @@ def of_step(_: Any = None) -> Engine | None:
     return None if step is None else step.engine
 
 
+def of_tape(_: Any = None) -> Engine | None:
+    """As `of_step`; `OutsideScope` in a strategy's scope, outside of its replicas."""
+    return of_step() or (_outside if tf.distribute.in_cross_replica_context() else None)
+
+
 def of_handed_over(_: Any = None) -> Engine | None:
     """As `of_step`, of an engine whose steps hand gradients over, and apply them later."""
     engine = of_step()

@@ -22,6 +22,7 @@ from keras_psplus.keras_hooks.hook import (
     of_optimizer,
     of_scope,
     of_step,
+    of_tape,
     of_variables,
 )
 from keras_psplus.keras_internals.keras_parts import (
@@ -430,7 +431,7 @@ LOSSES = (
     Hook(
         tf.GradientTape,
         "gradient(self, target, sources, output_gradients, unconnected_gradients)",
-        of_step,
+        of_tape,
         "gradient",
         "the gradient of a replica's mean counts by its rows",
     ),

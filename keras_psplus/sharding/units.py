@@ -30,6 +30,7 @@ from keras_psplus.core.graph.compiled_calls import CompiledFunction, graphs, is_
 from keras_psplus.engine import Call
 from keras_psplus.keras_internals.keras_parts import get_keras_mask, set_keras_mask, tree
 from keras_psplus.sharding.exchange import compressor_of, entries_of
+from keras_psplus.sharding.weight import with_gradient
 from keras_psplus.tf_internals import (
     control_flow_func_graphs,
     control_flow_util,
@@ -269,7 +270,7 @@ class Units:
         with contextlib.nullcontext() if graph is own else graph.as_default():
             reasons = [one for one in reasons if one.graph is graph]
             pairs = zip(self._gather(weights, reasons), weights)
-            return [_with_gradient(whole, weight) for whole, weight in pairs]
+            return [with_gradient(whole, weight) for whole, weight in pairs]
 
     def _gather(self, weights: Sequence[PartOfWeight], reasons: Sequence[tf.Tensor]) -> list[Any]:
         """Whole weights, by a collective for each bucket of a dtype."""
@@ -661,28 +662,6 @@ def given_by_calls(weight: PartOfWeight) -> tf.Tensor | None:
         captures.by_ref_external[key] = read
     whole: tf.Tensor = captures.by_ref_internal[key]
     return whole
-
-
-@tf.RegisterGradient("ShardedRead")
-def _gradient_of_read(op: tf.Operation, grad: tf.Tensor, _: Any) -> tuple[None, tf.Tensor]:
-    if isinstance(op.graph, control_flow_func_graphs.WhileBodyFuncGraph):
-        raise ValueError(
-            'With `shard="all"`, `tf.while_loop` has no gradients of weights its body gathers. '
-            "Put the loop into the `call` of a layer, whose weights are gathered before it. "
-            f"Received: the body '{op.graph.name}'"
-        )
-    return None, grad
-
-
-def _with_gradient(whole: tf.Tensor, weight: PartOfWeight) -> tf.Tensor:
-    """A whole weight whose gradient is the weight's, also in a function within the step.
-
-    What calls such a function differentiates its operations, of which no tape has a record.
-    """
-    graph = framework_ops.get_default_graph()
-    with record.stop_recording(), graph.gradient_override_map({"IdentityN": "ShardedRead"}):
-        read: tf.Tensor = tf.raw_ops.IdentityN(input=[whole, weight.handle])[0]
-    return read
 
 
 def size_of(weights: Sequence[PartOfWeight]) -> int:

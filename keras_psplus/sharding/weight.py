@@ -12,7 +12,12 @@ from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.keras_internals.keras_parts import global_state
 from keras_psplus.sharding.variable import ShareVariable, TensorVariable, in_update
-from keras_psplus.tf_internals import record, resource_variable_ops
+from keras_psplus.tf_internals import (
+    control_flow_func_graphs,
+    framework_ops,
+    record,
+    resource_variable_ops,
+)
 
 if TYPE_CHECKING:
     from keras_psplus.sharding.places import Place
@@ -23,9 +28,6 @@ class PartOfWeight(ShareVariable):
     """A weight of which each worker keeps a part.
 
     In a step, its graph reads the whole of it, or layers compute with parts.
-
-    Args:
-        variable: The Keras variable whose value this is.
 
     Attributes:
         given_to: Names of functions for XLA that are given the whole of it.
@@ -63,7 +65,7 @@ class PartOfWeight(ShareVariable):
     def _value_of_now(self) -> tf.Tensor:
         """The whole of it when a graph runs."""
         whole = tf.py_function(lambda: self._store.read(self), [], self.dtype)
-        return tf.ensure_shape(whole, self._whole_shape)
+        return with_gradient(tf.ensure_shape(whole, self._whole_shape), self)
 
     def _recorded(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
         """The whole of it outside of steps, whose whole gradient a tape finds."""
@@ -92,7 +94,6 @@ class WeightShare(PartOfWeight):
         read: Function of a weight that returns the whole of it, in the graph of a step, and lets
             tapes know.
         note_write: Function of a weight that such a graph is about to change.
-        variable: The Keras variable whose value this is.
     """
 
     def __init__(
@@ -128,3 +129,25 @@ class WholeWeight(TensorVariable):
     def __init__(self, weight: PartOfWeight, value: tf.Tensor) -> None:
         self.path = weight.path
         super().__init__(value, weight)
+
+
+@tf.RegisterGradient("ShardedRead")
+def _gradient_of_read(op: tf.Operation, grad: tf.Tensor, _: Any) -> tuple[None, tf.Tensor]:
+    if isinstance(op.graph, control_flow_func_graphs.WhileBodyFuncGraph):
+        raise ValueError(
+            "With weights in shares, `tf.while_loop` has no gradients of weights its body gathers. "
+            "Put the loop into the `call` of a layer, whose weights are gathered before it. "
+            f"Received: the body '{op.graph.name}'"
+        )
+    return None, grad
+
+
+def with_gradient(whole: tf.Tensor, weight: PartOfWeight) -> tf.Tensor:
+    """A whole weight whose gradient is the weight's, also in a function that others call.
+
+    What calls it differentiates its operations, of which no tape has a record.
+    """
+    graph = framework_ops.get_default_graph()
+    with record.stop_recording(), graph.gradient_override_map({"IdentityN": "ShardedRead"}):
+        read: tf.Tensor = tf.raw_ops.IdentityN(input=[whole, weight.handle])[0]
+    return read

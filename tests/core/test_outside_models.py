@@ -7,9 +7,10 @@ import types
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_psplus
-from keras_psplus import log
+from keras_psplus import activation, log
 from keras_psplus.core import live as live_strategies
 
 X, Y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
@@ -161,3 +162,13 @@ def test_a_tuner_without_the_strategy_is_helped(live, monkeypatch):
     assert "KerasTuner" not in refusal("compile", compiled())
     with pytest.raises(ValueError, match="outside the strategy's scope"):
         build()
+
+
+def test_gradients_of_mirrored_variables_are_refused_in_a_scope():
+    activation.activate()
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        weight = tf.Variable(1.0, name="weight")
+        with tf.GradientTape() as tape:
+            loss = 2.0 * weight
+        with pytest.raises(ValueError, match="outside of it, .*Received: sources with 'weight"):
+            tape.gradient(loss, [weight])

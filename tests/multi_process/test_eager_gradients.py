@@ -66,7 +66,10 @@ def by_the_chief_alone(scope):
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(one(x))
     norm = tf.linalg.global_norm(tape.gradient(loss, one.trainable_weights))
-    return {"norm": norm, "loss": loss, "function": tf.reduce_sum(tf.function(one)(x))}
+    with tf.GradientTape() as tape:
+        around = tf.reduce_sum(tf.function(one)(x))
+    of_function = tf.linalg.global_norm(tape.gradient(around, one.trainable_weights))
+    return {"norm": norm, "loss": loss, "function": around, "norm of function": of_function}
 
 
 # Under the other strategies: tests/matrix.
@@ -82,4 +85,5 @@ def test_a_step_of_a_script():
 def test_a_worker_computes_alone():
     found = run("all2", by_the_chief_alone, same=False)["worker-0"]
     np.testing.assert_allclose(found["function"], found["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found["norm of function"], found["norm"], rtol=1e-5)
     assert found["norm"] > 0
