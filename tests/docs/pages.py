@@ -1,5 +1,7 @@
 """What README.md and docs/*.md hold: code blocks, inline code, headings and links."""
 
+import ast
+import builtins
 import dataclasses
 import functools
 import pathlib
@@ -95,6 +97,21 @@ def programs():
                     found.append(Program(block.name, flags, []))
                 found[-1].blocks.append(block)
     return found
+
+
+def names(block):
+    """Names that a Python block binds somewhere, and those that it reads and does not bind."""
+    bound, read = set(), set()
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return bound, read - bound - set(dir(builtins))
 
 
 def shows(line, printed, position=0):

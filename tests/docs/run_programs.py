@@ -106,7 +106,11 @@ def _execute(program):
             if exit_code := pytest.main(["-q", "-p", "no:cacheprovider", str(file)]):
                 sys.exit(int(exit_code))
         else:
-            exec(compile(code, str(block.page), "exec"), names)
+            # As a reader copies it: by itself, unless it goes on from the blocks above.
+            goes_on = block.hidden or pages.names(block)[1]
+            scope = names if goes_on else {"__name__": "__main__"}
+            exec(compile(code, str(block.page), "exec"), scope)
+            names.update(scope)
 
 
 def _defines_tests(code):

@@ -1,7 +1,6 @@
 """The Python blocks of README.md and docs/*.md do what they say, as far as they end with 0."""
 
 import ast
-import builtins
 import contextlib
 import json
 import os
@@ -84,28 +83,13 @@ def test_leaves_nothing_out(block):
     assert not holes, f"`...` instead of code in lines {holes}"
 
 
-def names(block):
-    """The names that a block binds somewhere, and those that it reads."""
-    bound, read = set(), set()
-    for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-    return bound, read - bound - set(dir(builtins))
-
-
 @for_each("page", pages.PAGES)
 def test_a_block_runs_as_it_is_copied(page):
     """It reads no name that it does not bind, or the page says that it comes `then`."""
     lines, above, end = page.read_text().splitlines(), set(), 0
     for block in pages.blocks(page):
         if block.language == "python" and not block.hidden:
-            bound, missing = names(block)
+            bound, missing = pages.names(block)
             text = " ".join(lines[end : block.line])
             if missing and re.search(r"\bthen\b", text, re.IGNORECASE):
                 missing -= above
