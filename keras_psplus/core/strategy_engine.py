@@ -261,8 +261,9 @@ class StrategyEngine(Engine):
         if self.is_distributed:
             raise ValueError(
                 f"{type(self.strategy).__name__} has no place for a DynamicEmbedding's table, "
-                "which every replica would make by itself. Use keras_psplus.HybridStrategy with "
-                "parameter servers, which share it, or one process with one device. "
+                "which every replica would make by itself. Use HybridStrategy or "
+                "ParameterServerStrategy of keras_psplus, whose parameter servers share it, or one "
+                "process with one device. "
                 f"Received: the table '{call.owner.path}'"
             )
         return call.proceed()

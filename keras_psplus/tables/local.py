@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.cluster.process.memory import keep_freed_memory
 from keras_psplus.engine import Engine
 from keras_psplus.tables import files
 from keras_psplus.tables import snapshot as changes
@@ -53,6 +54,8 @@ class LocalTable(Checkpointed, CompositeVariable):
     ) -> None:
         if not _engines:
             _engines.append(Engine())
+            # Each step has rows and slots of its keys in new blocks, whose pages the kernel clears.
+            keep_freed_memory()
         self.spec, self.slot, self._of = spec, slot, of
         self.stores: list[RowStore] = [] if of is None else of.stores
         self.optimizer: Any = None

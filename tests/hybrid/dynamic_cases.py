@@ -169,7 +169,7 @@ def check_reads_weights(name, model, table, folder):
 # Rows and slots in 16 bits.
 
 
-def halves(folder=None, name="t"):
+def halves(folder=None, name="t", callbacks=()):
     """Trains rows in bfloat16, in a model whose gradients are exact in any order of their sum."""
     x, y = (of[: BATCH * (STEPS - 1)] for of in data())
     ids = keras.Input((5,), dtype="int64")
@@ -187,7 +187,7 @@ def halves(folder=None, name="t"):
     model = keras.Model(ids, half(table(ids)))
     model.compile(optimizers.SGD(0.3, momentum=0.9), lambda y, p: -keras.ops.mean(y * p, -1))
     dataset = tf.data.Dataset.from_tensor_slices((x, y.astype("float32"))).batch(BATCH)
-    model.fit(dataset, epochs=2, verbose=0)
+    model.fit(dataset, epochs=2, verbose=0, callbacks=list(callbacks))
     before = contents(model, table)
     if folder is not None:
         # Files of servers, in which rows are as they are stored.

@@ -22,7 +22,12 @@ from tests.support.tiers import extended
 
 ROWS, DIM, IDS, BATCH, STEPS, EPOCHS = 300, 4, 6, 32, 20, 2
 # Columns of ids of two lookups: of one table, or of two, one of which is of keys.
-LOOKUPS = {"one_table": (slice(4), slice(2, None)), "keys": (slice(None), slice(None))}
+LOOKUPS = {
+    "one_table": (slice(4), slice(2, None)),
+    **dict.fromkeys(("keys", "keys in 16 bits"), (slice(None), slice(None))),
+}
+# In 16 bits, a sum that has waited is rounded once.
+TOLERANCE = {"keys in 16 bits": 0.02}
 tables = psp.tables
 
 
@@ -40,8 +45,9 @@ def make(case):
     ids = keras.Input((IDS,), dtype="int64")
     number = embedding(ROWS, DIM, name="stale_by_number")
     other = number
-    if case == "keys":
+    if case != "one_table":
         options = {"initializer": initializer(7), "cache": tables.Cache(150, staleness=STALENESS)}
+        options["rows_dtype"] = "bfloat16" if "16" in case else "float32"
         other = psp.layers.DynamicEmbedding(DIM, name="by_key", **options)
     rows = [lookup(ids[:, own]) for lookup, own in zip((number, other), LOOKUPS[case])]
     factors = np.linspace(-1, 1, 2 * DIM, dtype="float32")
@@ -68,7 +74,7 @@ def trained(name):
         # Rows of a step may be older, and so its loss; but not those that `predict` reads.
         model.fit(dataset, epochs=EPOCHS, verbose=0)
         results = traffic.since() if traffic else {}
-        if name == "keys":
+        if name != "one_table":
             results["predicted"] = model.predict(x[:21], batch_size=8, verbose=0)
             # Outside of `fit`, nothing waits and no copy is read, by whichever optimizer.
             model.train_on_batch(x[:BATCH], y[:BATCH])
@@ -88,11 +94,12 @@ def without_cache(worker, lookups):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", ["one_table", *extended("keys")])
+@pytest.mark.parametrize("case", ["one_table", *extended("keys", "keys in 16 bits")])
 def test_no_copy_is_older_than_it_may_be_and_takes_half_of_the_bytes(case):
     expected, found = reference(trained, ALONE, name=case), run("hybrid22", trained, name=case)
     del expected["own reads"]
-    assert_close({name: found.first[name] for name in expected}, expected, 1e-4)
+    tolerance = TOLERANCE.get(case, 1e-4)
+    assert_close({name: found.first[name] for name in expected}, expected, tolerance)
     for worker, of in found.items():
         for direction in ("pull", "gradient"):
             assert sent(of, direction) < 0.5 * without_cache(worker, LOOKUPS[case])

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
+from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.engine import Call
 from keras_psplus.parameter_server.engine import ParameterServerEngine
 from tests.hybrid import dynamic_cases
@@ -430,4 +431,13 @@ def test_parameter_servers_say_what_does_not_go_with_a_table(argument):
     variable, spec = types.SimpleNamespace(path="ids/table"), {"cache": given["cache"]}
     call = Call(lambda *_: None, variable, (spec,), {}, "make_table", engine, ["spec"])
     with pytest.raises(ValueError, match=f"Received: {argument}=3 with the table 'ids/table'"):
+        engine.make_variable(call)
+
+
+def test_strategies_without_servers_name_those_with_some():
+    variable, strategy = types.SimpleNamespace(path="ids/table"), type("Mirrored", (), {})()
+    engine = AllReduceEngine(strategy)
+    call = Call(lambda *_: None, variable, ({},), {}, "make_table", engine, ["spec"])
+    instead = "Mirrored has no.*HybridStrategy or Param.*, or one process.*Received: .* 'ids/table'"
+    with pytest.raises(ValueError, match=instead):
         engine.make_variable(call)

@@ -61,16 +61,22 @@ def test_padding_has_no_row_on_servers():
     assert_close(found, expected, 5e-5)
 
 
-def halves(strategy):
+def halves(strategy, folder):
+    """Breaks training off, and goes on in another model."""
     with options(strategy), strategy.scope():
-        return dynamic_job.halves()
+        for last in [dynamic_job.BreakOff()], []:
+            backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=2)
+            with contextlib.suppress(InterruptedError):
+                found = dynamic_job.halves(callbacks=[backup, *last])
+        return found
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", ["sync22", *extended("async_threads")])
-def test_rows_in_16_bits_are_the_bits_of_one_process(layout):
+def test_rows_in_16_bits_are_the_bits_of_one_process_after_a_break(layout, tmp_path):
     expected = reference(dynamic_job.halves, dynamic_job.ALONE)
-    dynamic_job.check_halves(run(layout, halves).first, expected)
+    found = run(layout, halves, folder=str(tmp_path)).first
+    dynamic_job.check_halves(found, expected)
 
 
 class LooksTwice(keras.Model):
