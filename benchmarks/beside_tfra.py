@@ -1,4 +1,4 @@
-"""Milliseconds a step of a model with a table for any id, beside TFRA's, in turns.
+"""Milliseconds a step of a model with a table for any id, beside TFRA.
 
     python3.11 -m venv /tmp/tfra
     /tmp/tfra/bin/pip install tensorflow==2.16.2 tf_keras==2.16.0 \
@@ -64,7 +64,7 @@ def model_of_tfra():
 
 
 def train(library):
-    """Trains as often as a line of standard input says, and answers by what it took."""
+    """Trains as often as a line of standard input says, and answers the cost."""
     import numpy as np
     import tensorflow as tf
 
