@@ -299,6 +299,7 @@ def written(
         raise
     with contextlib.suppress(*_ERRORS):
         _prune(folder)
+        _guard(folder)
 
 
 def _write_manifest(path: str, worker_files: dict[str, str]) -> None:
@@ -408,11 +409,15 @@ def _prune(folder: str) -> None:
         is_replaced = any(pattern.fullmatch(name) for pattern in replaced)
         if is_unnamed or is_replaced and not (name == WEIGHTS and _has_guard(folder)):
             _remove(file_utils.join(folder, name))
-    guard = file_utils.join(folder, WEIGHTS)
-    if names and not file_utils.exists(guard):
-        file_utils.makedirs(guard)
-    if names and not _names(guard):
-        write_text(file_utils.join(guard, _NOTE), _NOTE_TEXT)
+
+
+def _guard(folder: str) -> None:
+    """Has Keras without a strategy end with an error, which names this folder."""
+    path = file_utils.join(folder, WEIGHTS)
+    if not file_utils.exists(path):
+        file_utils.makedirs(path)
+    if not _names(path):
+        write_text(file_utils.join(path, _NOTE), _NOTE_TEXT)
 
 
 def _has_guard(folder: str) -> bool:
