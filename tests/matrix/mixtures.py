@@ -9,7 +9,6 @@ arguments of `compile` and `fit`, callbacks, and what follows the first `fit`. T
 """
 
 import argparse
-import contextlib
 import random
 
 import keras
@@ -234,7 +233,8 @@ def _fit(draw, place, model, x, y, weights, callbacks, validation):
     dataset = tf.data.Dataset.from_tensor_slices(parts)
     dataset = dataset.batch(batch, drop_remainder=kind == "dropped")
     if kind == "generator":
-        batches = list(_batches_of(parts, batch))
+        made = _Batches(parts, batch)
+        batches = [made[index] for index in range(len(made))]
 
         def forever():
             while True:
@@ -246,20 +246,16 @@ def _fit(draw, place, model, x, y, weights, callbacks, validation):
     return model.fit(dataset, **options).history
 
 
-def _batches_of(parts, batch):
-    made = _Batches(parts, batch)
-    return (made[index] for index in range(len(made)))
-
-
 def _program(names):
     seed, *without = names
     draw = Draw(int(seed), set(without))
     rows = draw.number(13, 20, 25)
     policy = draw.one("policy", "float32", "float32", "float32", "mixed_bfloat16")
-    with _policy(policy):
-        kind, inputs, x = _body(draw)
-        outputs, loss, metrics, y = _heads(draw, x, rows)
-        model = keras.Model(inputs, outputs)
+    keras.config.set_dtype_policy(policy)
+    kind, inputs, x = _body(draw)
+    outputs, loss, metrics, y = _heads(draw, x, rows)
+    model = keras.Model(inputs, outputs)
+    keras.config.set_dtype_policy("float32")
     x = _rows(kind, rows)
     options = {draw.one("metrics", "metrics", "weighted_metrics"): metrics}
     extra = draw.some("compile", 0.2, "several", "eager", "weights")
@@ -305,16 +301,6 @@ def _program(names):
     note("predicted", {chr(ord("a") + i): value for i, value in enumerate(predicted)})
     print("drawn:", *draw.taken)
     return model, found
-
-
-@contextlib.contextmanager
-def _policy(name):
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 if __name__ != "__main__":
