@@ -232,7 +232,7 @@ class ShardedEngine(AllReduceEngine):
     ) -> None:
         extended, exchange = self.strategy.extended, self._exchange(optimizer)
         for own, layout in sums.layouts(variables, places, numbers, extended.store.workers):
-            tensors = [grads[i] for i in own]
+            tensors = [self._summand(grads[i], variables[i]) for i in own]
             totals = layout.scatter(extended.store.route, tensors, extended.store.rank)
             held = [i for i, total in zip(own, totals) if total is not None]
             of_own = [total for total in totals if total is not None]
@@ -243,6 +243,10 @@ class ShardedEngine(AllReduceEngine):
             of_all = [variables[i] for i in own]
             exchange.count(of_all, layout.widths, route=extended.store.route)
             exchange.traffic.time(tensors, mine)
+
+    def _summand(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+        """This worker's summand of the gradient that an owner gets."""
+        return gradient
 
     def _exchange(self, optimizer: Optimizer) -> PartExchange:
         exchange = self._exchanges.get(optimizer)

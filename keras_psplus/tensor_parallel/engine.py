@@ -300,21 +300,10 @@ class ShardedModelParallelEngine(ModelParallelEngine):
         assert place.owner is not None
         return place.owner % len(self.strategy.grid.rows) == self._rank
 
-    def _scatter_to_owners(
-        self,
-        optimizer: Optimizer,
-        grads: list[Any],
-        variables: Variables,
-        places: Places,
-        numbers: Sequence[int],
-    ) -> None:
-        for i in numbers:
-            grads[i] = self._summand(grads[i], cut_of(variables[i]))
-        super()._scatter_to_owners(optimizer, grads, variables, places, numbers)
-
-    def _summand(self, gradient: tf.Tensor, weight: CutWeight | None) -> tf.Tensor:
-        """A worker's summand of a whole gradient: of what a row has alike, the first's."""
+    def _summand(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+        # Of what a row has alike, the first worker's.
         place, size = self.strategy.extended.group.place, self.strategy.extended.group.size
+        weight = cut_of(variable)
         if weight is None:
             return tf.zeros_like(gradient) if place else gradient
         width = gradient.shape[weight.cut.axis]
