@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from keras_psplus.core.base.optimizers import is_wrapper
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.keras_internals.keras_parts import Variable, ops
 from keras_psplus.tables import local, row_variable
@@ -125,7 +126,7 @@ def check_finite(call: Call) -> tf.Tensor:
 def build_optimizer(call: Call) -> None:
     """Builds an optimizer, of which tables in memory make slots."""
     call.engine.make_variable(call)
-    if not hasattr(call.owner, "inner_optimizer"):
+    if not is_wrapper(call.owner):
         local.build(call.owner, call.get("variables"))
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.backup.backup_tables import BackupTables
+from keras_psplus.core.base.optimizers import is_wrapper
 from keras_psplus.engine import Call, answers
 from keras_psplus.hybrid.extended import TableExtended
 from keras_psplus.hybrid.server_tables import ServerTables
@@ -187,7 +188,7 @@ class TableEngine(_Replicas):
     def _build_optimizer(self, call: Call) -> None:
         super()._build_optimizer(call)
         optimizer = call.owner
-        if hasattr(optimizer, "inner_optimizer"):
+        if is_wrapper(optimizer):
             return
         for variable in call.get("variables"):
             table = table_of(variable)

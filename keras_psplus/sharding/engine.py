@@ -14,7 +14,7 @@ from keras_psplus.all_reduce.collectives.hop import sum_packed
 from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
-from keras_psplus.core.base.optimizers import iterations_of, optimizers_of
+from keras_psplus.core.base.optimizers import is_wrapper, iterations_of, optimizers_of
 from keras_psplus.core.models import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
@@ -100,7 +100,7 @@ class ShardedEngine(AllReduceEngine):
 
     def place(self, model: keras.Model) -> None:
         for optimizer in optimizers_of(model).values():
-            if optimizer.built and not hasattr(optimizer, "optimizers"):
+            if optimizer.built and not is_wrapper(optimizer):
                 self.plan_of(optimizer)
 
     @answers("add_slot")

@@ -26,7 +26,7 @@ from tests.hybrid.models import (
     one_table,
     slots,
 )
-from tests.support.cluster import equals_one_process, run
+from tests.support.cluster import equals_one_process, makes_scope, run, strategy_of
 from tests.support.parts import swapped
 from tests.support.tiers import extended
 
@@ -161,6 +161,70 @@ def several():
     return model, results | slots(model)
 
 
+def tied():
+    """Beside a table, one that makes logits, too, and a layer that is called twice."""
+    glorot, ids = keras.initializers.GlorotUniform(5), inputs()
+    words = keras.layers.ReversibleEmbedding(ROWS, DIM, embeddings_initializer=initializer(9))
+    twice = keras.layers.Dense(DIM, "tanh", kernel_initializer=glorot)
+    features = twice(twice(embedding()(ids) + words(ids)))
+    model = keras.Model(ids, words(keras.ops.mean(features, 1), reverse=True))
+    model, results = trained(model, optimizers.Adam(0.01))
+    return model, results | slots(model)
+
+
+def muon():
+    """Muon and averages of what is no table, whose optimizer is another one."""
+    inner = optimizers.Muon(0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.9)
+    rules = keras.optimizers.OptimizerMap(inner, {".*table.*": optimizers.Adam(0.05)})
+    model, results = trained(one_table(name="table"), keras.optimizers.MultiOptimizer(rules))
+    return model, results | slots(model)
+
+
+def mixed():
+    """Mixed precision, in which a row of one worker's first batch overflows."""
+    x, y = data()
+    weights = np.where(np.arange(len(x)) == BATCH - 1, 64.0, 1.0)
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        ids = inputs()
+        table = keras.layers.Embedding(ROWS, DIM, initializer(7))
+        model = keras.Model(ids, head(flat(table(ids))))
+    finally:
+        keras.config.set_dtype_policy(policy)
+    scale = {"initial_scale": 2.0**17, "dynamic_growth_steps": 3}
+    optimizer = optimizers.LossScaleOptimizer(optimizers.SGD(0.5), **scale)
+    options = {"epochs": 2, "shuffle": False, "verbose": 0}
+    compiled(model, optimizer)
+    history = model.fit(x, y, BATCH, sample_weight=weights, **options).history
+    return model, history | slots(model)
+
+
+@makes_scope
+def by_steps(scope):
+    """A loop of the script's own, whose step calls a function."""
+    strategy = strategy_of(scope)
+    with scope():
+        model, optimizer = one_table(), optimizers.SGD(0.5)
+        optimizer.build(model.trainable_variables)
+    loss_of_rows = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    call, variables = tf.function(lambda ids: model(ids, training=True)), model.trainable_variables
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loss_of_rows(y, call(x))) / BATCH
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    @tf.function
+    def step(*batch):
+        return strategy.reduce("sum", strategy.run(replica_step, batch), axis=None)
+
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
+    batches = strategy.experimental_distribute_dataset(batches)
+    return model, {"losses": [float(step(*batch)) for batch in batches]}
+
+
 def keras_rs():
     """KerasRS's layer: a table for two features, summed and averaged, and one on the workers.
 
@@ -242,11 +306,24 @@ def test_asynchronous_updates_count_once():
         ("hybrid21_shards", again),
         ("hybrid21_shards", several),
         *(("hybrid21_all", case) for case in (again, whole, beside_rows, accumulated, own_step)),
-        ("hybrid21_all", several),
+        *(("hybrid21_all", case) for case in (several, tied, muon)),
     ],
 )
 def test_beside_shares(layout, case):
     equals_one_process(layout, case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["hybrid22", "hybrid21_all"])
+def test_a_step_may_call_a_function(layout):
+    equals_one_process(layout, by_steps)
+
+
+@pytest.mark.extended
+def test_all_workers_skip_what_overflows_in_16_bits_on_one():
+    found = equals_one_process("hybrid21_all", mixed, 1e-2).first
+    # Of twelve updates, those of the first batches of two epochs.
+    assert found["slot/4"] == 12 - 2
 
 
 def test_weights_that_are_no_tables_lie_in_shares():

@@ -240,6 +240,11 @@ def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimiz
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def is_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether others update in an optimizer's place, as in `MultiOptimizer`."""
+    return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
+
+
 def iterations_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """Number of an optimizer's updates, an int64 scalar."""
     return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
