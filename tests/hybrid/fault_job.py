@@ -20,7 +20,7 @@ to be. Options:
     cache=ROWS:AGE  gives workers copies of rows, and has them write what they read to the folder
     own=1           a train_step of the model's own, with optimizers and a count of steps that are
                     no attributes of the model
-    sync=0, prefetch=1, momentum=M, timeout=SECONDS: of the strategy and the optimizer
+    sync=0, prefetch=1, shard=all, momentum=M, timeout=SECONDS: of the strategy and the optimizer
 """
 
 import json
@@ -221,6 +221,7 @@ def main():
         placement={"*/embeddings": "parameter_server"},
         sync=options.get("sync", "1") == "1",
         prefetch=options.get("prefetch") == "1",
+        shard=options.get("shard"),
         table_timeout=float(options.get("timeout", 60)),
         job_token="another job" if is_stranger else "this job",
         updates=psp.updates.Accumulate(accumulate) if accumulate else None,

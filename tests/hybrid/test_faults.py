@@ -58,11 +58,10 @@ def check_names_lost_server(result, name="ps-1"):
         assert re.search(rf"PeerLostError: .*{name} \(127.0.0.1:\d+\)", result.logs[worker])
 
 
-# The second has a train_step with optimizers and a count of its own, and reads rows ahead.
-@pytest.mark.parametrize("own", extended(0, 1))
-def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
-    args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1")
-    args += ("own=1", "prefetch=1") * own
+# The last has a train_step with optimizers and a count of its own, and reads rows ahead.
+@pytest.mark.parametrize("more", extended("", "shard=all", "own=1 prefetch=1"))
+def test_a_job_resumes_at_the_step_of_its_last_whole_backup(more, tmp_path):
+    args = (30, tmp_path, "backup=4", "momentum=0.5", "shuffled=1", *more.split())
     backup = tmp_path / "backup"
     # A server dies in the second `fit`, when it has written a part of the fourth one.
     check_names_lost_server(run(tmp_path / "first", *args, "die=ps-1:4", exit_code=None))
@@ -86,7 +85,7 @@ def test_a_job_resumes_at_the_step_of_its_last_whole_backup(own, tmp_path):
         assert "batch 12." not in log
         ending = re.search(r"end iterations=30 off=(\S+)", log)
         assert ending and float(ending[1]) < 1e-6, result.tails(40)
-        assert "keys missing=0 " in log and log.count("count=30\n") == own
+        assert "keys missing=0 " in log and log.count("count=30\n") == ("own=1" in more)
         # No table has passed through a worker, neither one that was written nor one that was read.
         assert log.count("whole tables: []") == 2
         assert "loaded off=0.0e+00" in log

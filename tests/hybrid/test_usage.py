@@ -24,6 +24,7 @@ from tests.hybrid.models import (
 from tests.hybrid.traffic import Traffic, rows_of
 from tests.support.cluster import equals_one_process, reference, run
 from tests.support.results import assert_close
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
 
@@ -222,11 +223,12 @@ def part(state, prefix):
     return {k.removeprefix(prefix): state[k] for k in state if k.startswith(prefix)}
 
 
-def test_files_of_one_process_are_read_by_a_job_and_its_own_by_one_process(tmp_path):
+@pytest.mark.parametrize("layout", ["hybrid22", *extended("hybrid21_all")])
+def test_files_of_one_process_are_read_by_a_job_and_its_own_by_one_process(layout, tmp_path):
     folder, other = tmp_path / "alone", tmp_path / "job"
     folder.mkdir(), other.mkdir()
     alone = run("plain", written, folder=str(folder)).first
-    job = run("hybrid22", read_and_written, folder=str(folder), other=str(other)).first
+    job = run(layout, read_and_written, folder=str(folder), other=str(other)).first
     again = run("plain", read_again, folder=str(other)).first
     for way in ("weights", "checkpoint", "model"):
         assert_close(part(job, way), part(alone, "before"), 2e-5)
