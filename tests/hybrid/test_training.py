@@ -195,8 +195,9 @@ def test_equals_one_process(case):
 
 
 @pytest.mark.extended
-def test_a_norm_of_rows_and_parts():
-    equals_one_process("hybrid21_shards", optimizer, name="global_clipnorm")
+@pytest.mark.parametrize("layout", ["hybrid21_shards", "hybrid21_all"])
+def test_a_norm_of_rows_and_parts(layout):
+    equals_one_process(layout, optimizer, name="global_clipnorm")
 
 
 @pytest.mark.extended
@@ -247,11 +248,6 @@ def test_asynchronous_updates_count_once():
 )
 def test_beside_shares(layout, case):
     equals_one_process(layout, case)
-
-
-def test_weights_that_are_no_tables_lie_in_shares():
-    results = equals_one_process("hybrid21_all", optimizer, name="global_clipnorm")
-    assert "4 of 5 variables are cut into equal parts" in results.logs["worker-0"]
 
 
 @pytest.mark.extended
