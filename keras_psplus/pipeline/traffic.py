@@ -385,9 +385,10 @@ def compress_gradients(
 def loss_scale(model: keras.Model) -> tf.Tensor | None:
     """Scale of a step's losses, read before the step changes it; None without one."""
     optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not optimizer.built:
-        return None
-    return tf.identity(optimizer.dynamic_scale.value)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tf.identity(optimizer.dynamic_scale.value) if optimizer.built else None
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    return None if factor is None else tf.constant(factor, tf.float32)
 
 
 def _is_worth_it(tensor: tf.Tensor) -> bool:

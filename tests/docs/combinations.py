@@ -3,7 +3,8 @@
     python -m tests.docs.combinations
 
 writes the tables of docs/choose.md. Constructors check arguments before they join a cluster,
-and are stopped there.
+and are stopped there. What `compile` takes is taken under all strategies, of which `LAYOUTS` are
+clusters that train models with it.
 """
 
 import contextlib
@@ -34,7 +35,18 @@ _VALUES = {
     "updates": ["accumulate:4", "local_sgd:4", "diloco:4"],
     "compression": ["bf16", "int8", "powersgd:4", "topk:0.01", "factors"],
     "topology": [[[0, 1], [2, 3]], "auto"],
+    "jit_compile": [True],
 }
+# By strategy: a cluster whose options a test changes, and others with `shard`.
+LAYOUTS = {
+    "MultiWorkerMirroredStrategy": ("ar4", "opt2", "all2"),
+    "HybridStrategy": ("hybrid41", "hybrid21_shards", "hybrid21_all"),
+    "ModelParallelStrategy": ("tp4", "tp4_shards", "tp4_all"),
+    "ParameterServerStrategy": ("async_threads",),
+    'ParameterServerStrategy(mode="sync")': ("sync_threads",),
+    "PipelineStrategy(pipelines=2)": ("pipelines4",),
+}
+_EACH = [(argument, value) for argument, values in _VALUES.items() for value in values]
 _NO_ARGUMENT = re.compile(r"has no argument `(\w+)`")
 
 
@@ -69,6 +81,7 @@ def _before_clusters():
 
 def refusal(name, given):
     """The sentence by which a strategy refuses arguments; None if it takes them."""
+    given = {argument: value for argument, value in given.items() if argument != "jit_compile"}
     try:
         getattr(psp, name.partition("(")[0])(**given)
     except _Taken:
@@ -92,10 +105,16 @@ def tables():
         return "\n".join(_table(name, own) for name, own in _strategies().items())
 
 
+def taken(name):
+    """Arguments that a strategy takes alone, as pairs of a name and a value."""
+    own = _strategies()[name]
+    with _before_clusters():
+        return [one for one in _EACH if refusal(name, own | dict([one])) is None]
+
+
 def _table(name, own):
-    each = [(argument, value) for argument, values in _VALUES.items() for value in values]
-    alone = {_shown(*one): refusal(name, own | dict([one])) for one in each}
-    taken = [one for one in each if alone[_shown(*one)] is None]
+    alone = {_shown(*one): refusal(name, own | dict([one])) for one in _EACH}
+    taken = [one for one in _EACH if alone[_shown(*one)] is None]
     rows = {}
     for shown, sentence in alone.items():
         if sentence is not None:

@@ -107,13 +107,19 @@ class Clipped(psp.compression.Cast):
         return (tf.clip_by_value(values, tf.float16.min, tf.float16.max),)
 
 
-def test_gradients_are_cast_without_their_scale(pipeline):
-    def make():
-        # By which gradients are too large for float16.
-        scale = {"initial_scale": 2.0**24, "dynamic_growth_steps": 3}
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **scale)
-        return models.ignored_class()._replace(optimizer=optimizer)
+def scaled_rows():
+    scale = {"initial_scale": 2.0**24, "dynamic_growth_steps": 3}
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **scale)
+    return models.ignored_class()._replace(optimizer=optimizer)
 
+
+def scaled_by_a_constant():
+    return wide(keras.optimizers.SGD(0.1, loss_scale_factor=2.0**24))
+
+
+# With scales by which gradients are too large for float16.
+@pytest.mark.parametrize("make", [scaled_rows, scaled_by_a_constant])
+def test_gradients_are_cast_without_their_scale(pipeline, make):
     strategy = pipeline(pipelines=2, microbatches=2, schedule="1f1b", compression=Clipped())
     found = in_pipelines(strategy, make)
     check_equal(found, alone(make))

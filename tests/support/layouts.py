@@ -97,7 +97,7 @@ def _mesh(rows, columns, **options):
     return make
 
 
-def _hybrid(ps=1, caches=False, **options):
+def _hybrid(ps=1, caches=False, workers=2, **options):
     """Tables on servers, but for those whose names say otherwise; perhaps with copies of rows."""
 
     def make():
@@ -111,7 +111,7 @@ def _hybrid(ps=1, caches=False, **options):
         return psp.HybridStrategy(placement=placement, job_token="a token", **_PATIENT, **options)
 
     # Servers keep all tables, whose methods they serve anew with each further one.
-    return Layout(make, workers=2, ps=ps, most_cases=12)
+    return Layout(make, workers=workers, ps=ps, most_cases=12)
 
 
 _all_reduce = functools.partial(_makes, "MultiWorkerMirroredStrategy", **_PATIENT)
@@ -151,6 +151,7 @@ LAYOUTS = {
     "hybrid1": Layout(_makes("HybridStrategy")),
     "hybrid_devices2": Layout(_makes("HybridStrategy", devices=2)),
     "hybrid22": _hybrid(ps=2, caches=True),
+    "hybrid41": _hybrid(workers=4),
     "hybrid21_ahead": _hybrid(prefetch=True),
     "hybrid21_async": _hybrid(prefetch=True, sync=False),
     "hybrid21_compressed": _hybrid(row_compression="bf16", pull_compression="int8"),
