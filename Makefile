@@ -19,6 +19,8 @@
 #   make structure      sizes, circles of imports, replaced functions and public names of the package
 #   make wheel   the source distribution and the wheel in dist/, of the last commit or of a tag:
 #                make wheel TAG=v0.2.0
+#   make test-wheel  `make test-fast` with that wheel, in an environment for each Python; flags:
+#                make test-wheel WHEEL="--only 3.12"
 #   make bench   the benchmark lab; as root over emulated links; flags: make bench BENCH="--quick"
 #   make docs    the manual as a web site in site/
 #   make lint    ruff, mypy, codespell and the rule of docstrings
@@ -30,6 +32,7 @@ BIN := $(VENV)/bin
 BENCH ?=
 DEMO ?=
 VERSIONS ?=
+WHEEL ?=
 MUTANTS ?=
 TAG ?= HEAD
 # Tests choose their tier themselves: tests/support/tiers.py.
@@ -38,7 +41,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGING := pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix first-hour measure coverage coverage-all structure wheel bench docs lint clean
+.PHONY: help demo test test-all test-rest test-fast test-versions mutants matrix first-hour measure coverage coverage-all structure wheel test-wheel bench docs lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -117,7 +120,7 @@ structure:
 
 # Of what git has: files of this checkout that are not committed are in neither.
 wheel: $(VENV)/stamp-test
-	rm -rf build && mkdir -p build/source
+	rm -rf build dist && mkdir -p build/source
 	git archive $(TAG) | tar -x -C build/source
 	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' build/source/keras_psplus/versions.py); \
 	tags=$$(git tag --points-at $(TAG) --list 'v*'); \
@@ -125,6 +128,10 @@ wheel: $(VENV)/stamp-test
 	  echo "The tag of a release is v and __version__ of keras_psplus/versions.py." \
 	    "Received: tag $$tags, __version__ $$version" >&2; exit 1; }
 	$(BIN)/python -m build --outdir dist build/source
+
+# Of what `make wheel` has left in dist/.
+test-wheel:
+	$(PYTHON) tests/wheels/run.py $(WHEEL)
 
 bench: $(VENV)/stamp-bench
 	$(BIN)/python benchmarks/bench.py $(BENCH)

@@ -44,6 +44,11 @@ def test_files_name_this_version():
     assert re.fullmatch(rf"\[{re.escape(version)}\] - {date}", section)
 
 
+def test_what_a_release_changes_is_read_in_two_minutes():
+    section = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    assert len(section.split()) <= 500
+
+
 def test_commits_are_checked_by_the_tools_of_lint():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook["entry"].split()[0] for hook in config["repos"][0]["hooks"]]

@@ -42,6 +42,8 @@ def test_the_manual_lists_what_is_public():
     for command, actions in interface.flags().items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{command}` |"))
         assert re.findall(r"`--(\w+)`", row) == sorted(action.dest for action in actions)
+    number = sum(map(len, interface.flags().values()))
+    assert f"These are {len(interface.names())} names and {number} flags." in page
 
 
 @pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: kind.__name__)

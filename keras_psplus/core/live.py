@@ -185,7 +185,7 @@ def note_prediction(model: keras.Model, method: str) -> None:
     if _is_outside(model):
         info_once(
             "%s: the model '%s' was built outside the strategy's scope, so each process that calls "
-            "it predicts all rows itself (no line under `with keras_psplus.single_process():`)",
+            "it predicts all rows itself (`with keras_psplus.single_process():` hides this line)",
             method,
             model.name,
         )

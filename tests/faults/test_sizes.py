@@ -21,7 +21,7 @@ CLUSTERS = {
     "all_reduce": [{"workers": workers} for workers in (2, 1)],
     "all_reduce_of_three": [{"workers": workers} for workers in (2, 3, 1)],
     "mirrored": [{"workers": 2, "ps": 1}, {"workers": 2, "ps": 1}],
-    "hybrid": [{"workers": 2, "ps": 2}, {"workers": 1, "ps": 3}],
+    "hybrid": [{"workers": 2, "ps": 1}, {"workers": 1, "ps": 2}],
     "placement": [{"workers": 2, "ps": servers} for servers in (2, 1, 2)],
     "sync": [{"chief": True, "workers": 2, "ps": 1}, {"chief": True, "workers": 1, "ps": 2}],
     "async": [{"chief": True, "workers": 1, "ps": 2}, {"chief": True, "workers": 1, "ps": 3}],

@@ -71,10 +71,14 @@ def train(case, x, y, epochs=2, predicts=True, **others):
     return model, table, results
 
 
-def train_briefly(name):
-    """What the training alone of a case comes to."""
+def train_alone(name, **others):
+    """What a case comes to without evaluation and predictions."""
     x, y = data()
-    model, table, results = train(name, as_ids(name, x), y, predicts=False)
+    return train(name, as_ids(name, x), y, predicts=False, **others)
+
+
+def train_briefly(name):
+    model, table, results = train_alone(name)
     return results | contents(model, table)
 
 
@@ -104,12 +108,12 @@ class BreakOff(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def broken_off(name, folder, *callbacks):
+def broken_off(name, folder):
     """Breaks training off, which goes on in another model from its backup."""
     for last in [BreakOff()], []:
         with contextlib.suppress(InterruptedError):
             backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=3)
-            found = train_and_evaluate(name, callbacks=[backup, *callbacks, *last])
+            found = train_alone(name, callbacks=[backup, *last])
     return found
 
 

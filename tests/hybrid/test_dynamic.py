@@ -41,8 +41,9 @@ def check_files_of_servers(name, model, table, folder):
 
 def resumed(name, folder):
     """Trains a case, in a cluster half of it from a backup."""
-    broken_off, train = cases.broken_off, cases.train_and_evaluate
-    model, table, results = train(name) if is_alone() else broken_off(name, folder)
+    model, table, results = (
+        cases.train_alone(name) if is_alone() else cases.broken_off(name, folder)
+    )
     return results | cases.contents(model, table)
 
 

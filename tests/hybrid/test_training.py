@@ -259,8 +259,9 @@ def test_equals_one_process(case):
 
 
 @pytest.mark.extended
-def test_a_norm_of_rows_and_parts():
-    equals_one_process("hybrid21_shards", optimizer, name="global_clipnorm")
+@pytest.mark.parametrize("layout", ["hybrid21_shards", "hybrid21_all"])
+def test_a_norm_of_rows_and_parts(layout):
+    equals_one_process(layout, optimizer, name="global_clipnorm")
 
 
 @pytest.mark.extended
@@ -324,11 +325,6 @@ def test_all_workers_skip_what_overflows_in_16_bits_on_one():
     found = equals_one_process("hybrid21_all", mixed, 1e-2).first
     # Of twelve updates, those of the first batches of two epochs.
     assert found["slot/4"] == 12 - 2
-
-
-def test_weights_that_are_no_tables_lie_in_shares():
-    results = equals_one_process("hybrid21_all", optimizer, name="global_clipnorm")
-    assert "4 of 5 variables are cut into equal parts" in results.logs["worker-0"]
 
 
 @pytest.mark.extended

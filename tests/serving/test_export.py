@@ -150,8 +150,11 @@ def test_rows_in_int8_are_near_and_small(tmp_path):
         folder = tmp_path / f"{quantize}"
         psp.serving.export(model, folder, quantize=quantize)
         sizes[quantize] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found[quantize] = predicted_alone(folder, tmp_path, a=some)["serve"]
+        loaded = tf.saved_model.load(folder)
+        found[quantize] = loaded.serve({"a": tf.constant(some)}).numpy()
     np.testing.assert_array_equal(found[None], expected)
+    alone = predicted_alone(folder, tmp_path, a=some)["serve"]
+    np.testing.assert_array_equal(found["int8"], alone)
     error = np.abs(found["int8"] - expected)
     largest = np.abs(expected).max(1, keepdims=True)
     assert (error <= largest / 253.9 + np.finfo(np.float32).tiny).all() and error.max() > 0

@@ -372,9 +372,9 @@ def in_parts():
 
 
 def in_pieces():
-    """A transformer under a loss scale; sizes of parts of weights, and of what is kept of each."""
+    """Training under a loss scale; sizes of parts of weights, and of what is kept of each."""
     with layouts():
-        model, x = made("transformer/loss_scale")
+        model, x = made("mlp/loss_scale")
         found = left(model, fit(model, x))
     if not tf.distribute.has_strategy():
         return found
