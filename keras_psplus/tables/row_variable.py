@@ -237,7 +237,9 @@ def with_gradient(
             # one. Nobody reads it.
             whole = tf.constant([min(table[1], tf.int32.max), table[2]])
             summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
-            return tf.IndexedSlices(kept(summed), kept(unique), whole), None, None, None
+            # Of the gradient's graph, where a tape is around a function.
+            keys = tf.identity(kept(unique))
+            return tf.IndexedSlices(kept(summed), keys, whole), None, None, None
 
         return tf.gather(rows, positions), gradient
 

@@ -28,6 +28,7 @@ from tests.hybrid.models import (
 )
 from tests.support.cluster import equals_one_process, makes_scope, run, strategy_of
 from tests.support.parts import swapped
+from tests.support.results import assert_close
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -201,6 +202,40 @@ def mixed():
 
 
 @makes_scope
+def by_tapes(scope):
+    """Gradients by tapes in functions and around them, of tables of numbered rows and of keys."""
+    import keras_psplus as psp
+
+    with scope():
+        ids = inputs()
+        keys = psp.layers.DynamicEmbedding(DIM, initializer=initializer(9), name="keys")
+        model = keras.Model(ids, head(flat(embedding()(ids), keys(ids))))
+        compiled(model, optimizers.SGD(0.5))
+    x, y = (tf.constant(of[:BATCH]) for of in data())
+    model.train_on_batch(x, y)
+
+    def found(call):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(call(x)[:, 0])
+        return tape.gradient(loss, model.trainable_variables)
+
+    function, results = tf.function(model), {}
+    for name, grads in {
+        "eager": found(model),
+        "around": found(function),
+        "inside": tf.function(lambda: found(model))(),
+        "between": tf.function(lambda: found(function))(),
+    }.items():
+        for i, gradient in enumerate(grads):
+            if isinstance(gradient, tf.IndexedSlices):
+                order = tf.argsort(gradient.indices)
+                results[f"{name}/{i}/rows"] = tf.gather(gradient.indices, order)
+                gradient = tf.gather(gradient.values, order)
+            results[f"{name}/{i}"] = gradient
+    return results
+
+
+@makes_scope
 def by_steps(scope):
     """A loop of the script's own, whose step calls a function."""
     strategy = strategy_of(scope)
@@ -312,6 +347,19 @@ def test_asynchronous_updates_count_once():
 )
 def test_beside_shares(layout, case):
     equals_one_process(layout, case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["hybrid22", "hybrid21_all"])
+def test_tapes_find_gradients_around_functions(layout):
+    ways = {}
+    for name, value in run(layout, by_tapes).first.items():
+        way, _, name = name.partition("/")
+        ways.setdefault(way, {})[name] = value
+    # Of two tables and two layers.
+    assert len(ways) == 4 and len(ways["eager"]) == 2 * 2 + 4
+    for found in ways.values():
+        assert_close(found, ways["eager"], 2e-5)
 
 
 @pytest.mark.extended

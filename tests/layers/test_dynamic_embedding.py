@@ -41,6 +41,21 @@ def test_rows_are_combined_in_every_form(combiner):
     np.testing.assert_allclose(dense, expected[:1], atol=1e-5)
 
 
+def test_a_tape_finds_gradients_of_rows_around_a_function():
+    table, ids = layer(), KEYS[[0, 1, 1]]
+    table(ids, training=True)
+    found = []
+    for call in (table, tf.function(table)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(ids) ** 2)
+        slices = tape.gradient(loss, table.trainable_variables)[0]
+        order = np.argsort(slices.indices)
+        found.append((slices.indices.numpy()[order], slices.values.numpy()[order]))
+    assert len(found[0][0]) == 2
+    for eager, around in zip(*found):
+        np.testing.assert_allclose(around, eager, rtol=1e-6)
+
+
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_combiners_leave_padding_out(combiner):
     table, plain = layer(combiner=combiner, mask_value=0), layer(combiner=combiner)
