@@ -27,6 +27,7 @@ from keras_psplus.parameter_server.pulls import (
 )
 from keras_psplus.parameter_server.state import WorkerStates, read_state
 from keras_psplus.parameter_server.worker_function import writing_states
+from keras_psplus.updates.base import map_values
 
 # Gradients sent by a worker function, compressed and packed.
 #
@@ -47,6 +48,20 @@ class _Encoding(NamedTuple):
     compressor: Compressor | None
     name: str
     step: Callable[[], tf.Tensor]
+
+
+def over(scale: tf.Tensor | None, gradients: Iterable[Gradient | None]) -> list[Gradient | None]:
+    """Gradients without a loss scale, which has no room for them in 16 bits, and may change."""
+    return times(None if scale is None else 1.0 / scale, gradients)
+
+
+def times(factor: tf.Tensor | None, gradients: Iterable[Gradient | None]) -> list[Gradient | None]:
+    """Gradients times a number, but for those of variables in float16."""
+
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        return values if values.dtype == tf.float16 else values * tf.cast(factor, values.dtype)
+
+    return [one if factor is None else map_values(scaled, one) for one in gradients]
 
 
 # A variable, the key of its traffic, and the pieces of its gradient; None if it has none.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import scalar_tensor, unwrapped
+from keras_psplus.core.base.optimizers import loss_scale, scalar_tensor, unwrapped
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.log import logger
@@ -419,9 +419,22 @@ class SyncFunctions:
         joins = {id(value): duplicate_rows.whole_of(one) for one, value in found}
         with traffic.timing_push(gradients):
             after = self._overlaps.before_adding()
-            pairs = self._context.push(inner, gradients, values)
+            sent = self._compressed_by(aggregation.over, optimizer, gradients, values)
+            pairs = self._context.push(inner, sent, values)
             sums = aggregation.add(pairs, stamp, prefix, after, joins)
         return HandedOver(optimizer, sums, [by_value[id(value)] for _, value in pairs])
+
+    def _compressed_by(
+        self,
+        change: Callable[..., list[Gradient | None]],
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Gradient | None],
+        variables: Sequence[tf.Variable],
+    ) -> list[Gradient | None]:
+        """Gradients, of which those that are compressed are changed by the loss scale."""
+        are = [self._context.extended.compressors.of_gradient(v) is not None for v in variables]
+        scale = loss_scale(optimizer) if any(are) else None
+        return [change(scale if its else None, [g])[0] for its, g in zip(are, gradients)]
 
     def _make(self, step: TracedStep) -> SyncFunction:
         assert step.replica_step is not None
@@ -470,6 +483,8 @@ class SyncFunctions:
             gradients = aggregation.take(sums, stamp, count, scale)
             if _needs_whole(optimizer):
                 gradients = [_joined(g, v._value) for g, v in zip(gradients, variables)]
+            values = [variable._value for variable in variables]
+            gradients = self._compressed_by(aggregation.times, optimizer, gradients, values)
             with worker_function.applying_sums_flag.raised():
                 if variables:
                     optimizer.apply(gradients, variables)

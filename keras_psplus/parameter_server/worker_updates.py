@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_psplus.core.base.optimizers import averaged_with_weights, optimizers_of, unwrapped
+from keras_psplus.core.base.optimizers import (
+    averaged_with_weights,
+    loss_scale,
+    optimizers_of,
+    unwrapped,
+)
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import duplicate_rows
 from keras_psplus.core.graph.stand_ins import Gradient
@@ -24,7 +29,7 @@ from keras_psplus.parameter_server.scheduler import weakly
 from keras_psplus.parameter_server.state import WorkerVariable, WorkerVariables
 from keras_psplus.parameter_server.step_functions import StepFunctions
 from keras_psplus.parameter_server.worker_function import NOTHING_KEPT, current_trace, pack
-from keras_psplus.updates import LocalSGD, Updates, map_values
+from keras_psplus.updates import LocalSGD, Updates
 from keras_psplus.updates.base import Context, Form
 
 # Gradient accumulation on workers, and the chief's record of it.
@@ -99,7 +104,7 @@ class WorkerUpdates:
         """
         assert self.policy is not None
         # Another worker's update may change the scale between this worker's batches.
-        gradients = _times_scale(optimizer, gradients, is_inverse=True)
+        gradients = aggregation.over(loss_scale(optimizer), gradients)
         self.accumulate(
             optimizer,
             self.policy,
@@ -247,23 +252,9 @@ def _apply(
     means: Iterable[Gradient | None],
     variables: Sequence[keras.Variable],
 ) -> None:
-    means = _times_scale(optimizer, means)
+    means = aggregation.times(loss_scale(optimizer), means)
     with applying_flag.raised():
         optimizer.apply(means, variables)
-
-
-def _times_scale(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Iterable[Gradient | None],
-    is_inverse: bool = False,
-) -> list[Gradient | None]:
-    """Gradients times, or over, the loss scale of an optimizer that changes it."""
-    scale = getattr(optimizer, "dynamic_scale", None)
-    if scale is None:
-        return list(gradients)
-    factor = tf.convert_to_tensor(scale)
-    factor = 1.0 / factor if is_inverse else factor
-    return [map_values(lambda v: v * tf.cast(factor, v.dtype), one) for one in gradients]
 
 
 # Rounds of steps that a worker takes alone, on copies of an optimizer's variables.

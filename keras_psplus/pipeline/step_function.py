@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.core.base import threads
+from keras_psplus.core.base.optimizers import loss_scale
 from keras_psplus.keras_internals.keras_parts import tree
 from keras_psplus.pipeline import microbatches, schedule, traffic
 from keras_psplus.pipeline.replicas import TraceAgain
@@ -172,7 +173,7 @@ class Functions:
         if rows is not None and like is None:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
         compressor = strategy.compression if self._trains else None
-        scale = None if compressor is None else traffic.loss_scale(self._model)
+        scale = None if compressor is None else loss_scale(getattr(self._model, "optimizer", None))
         with PipelineStep(self._engine, context, count, rows, self._order, self._trains) as step:
             step.clock = context.times.clock() if self._counts else None
             if like is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from keras_psplus.communication import Traffic
@@ -380,15 +379,6 @@ def compress_gradients(
         arrived.op._update_input(0, decoded)
         encoded.append(Encoded([sent, *beside], [*payload, *beside], own, weight.path))
     return encoded
-
-
-def loss_scale(model: keras.Model) -> tf.Tensor | None:
-    """Scale of a step's losses, read before the step changes it; None without one."""
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return tf.identity(optimizer.dynamic_scale.value) if optimizer.built else None
-    factor = getattr(optimizer, "loss_scale_factor", None)
-    return None if factor is None else tf.constant(factor, tf.float32)
 
 
 def _is_worth_it(tensor: tf.Tensor) -> bool:

@@ -296,7 +296,8 @@ def test_equals_one_process(case):
 @pytest.mark.extended
 @pytest.mark.parametrize("layout", ["hybrid21_shards", "hybrid21_all"])
 def test_a_norm_of_rows_and_parts(layout):
-    equals_one_process(layout, optimizer, name="global_clipnorm")
+    log = equals_one_process(layout, optimizer, name="global_clipnorm").logs["worker-0"]
+    assert ("4 of 5 variables are cut into equal parts" in log) == (layout == "hybrid21_all")
 
 
 @pytest.mark.extended

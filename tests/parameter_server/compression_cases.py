@@ -285,6 +285,24 @@ def skipped_steps_change_no_state(strategy):
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
+@compressed
+def gradients_go_without_their_loss_scale(strategy):
+    # By which they are too large for float16; the second scale grows.
+    scale, sgd = 2.0**24, keras.optimizers.SGD
+    wrapped = functools.partial(keras.optimizers.LossScaleOptimizer, dynamic_growth_steps=3)
+    for name in "fp16", "int8":
+        found = []
+        for own, is_wrapped in (None, False), (scale, False), (None, True):
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                optimizer = sgd(0.1, loss_scale_factor=own)
+                model = dense(name, wrapped(optimizer, scale) if is_wrapped else optimizer)
+            fit(model, epochs=1)
+            found.append(model.get_weights())
+        for weights in found[1:]:
+            assert_same(weights, found[0], 0.0)
+
+
 def counted(strategy, name, direction):
     found = {}
     for t in strategy.communication.traffic():

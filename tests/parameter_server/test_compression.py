@@ -44,6 +44,12 @@ def test_one_worker(case, shards):
     run("async_threads", case, shards=shards)
 
 
+@processes
+@pytest.mark.parametrize("layout", ["sync_threads", *extended("async_threads", "sync_sharded")])
+def test_gradients_go_without_their_loss_scale(layout):
+    run(layout, cases.gradients_go_without_their_loss_scale)
+
+
 @pytest.mark.extended
 @processes
 def test_what_two_synchronous_workers_have_sent_is_averaged():

@@ -245,6 +245,14 @@ def is_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
     return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
 
 
+def loss_scale(optimizer: keras.optimizers.Optimizer | None) -> tf.Tensor | None:
+    """Factor of the gradients that an optimizer is given, as it is now; None without one."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    if scale is None:
+        scale = getattr(optimizer, "loss_scale_factor", None)
+    return None if scale is None else tf.identity(tf.cast(scale, tf.float32))
+
+
 def iterations_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """Number of an optimizer's updates, an int64 scalar."""
     return tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
