@@ -246,9 +246,9 @@ def test_doctor_says_what_would_fail(ssh, tmp_path):
     """A port that is taken on both addresses, and a host that nobody has."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        (free,) = free_ports(1)
+        free, other = free_ports(2)
         third = "[::1]" if is_local("::1") else "127.0.0.3"
-        hosts = f"127.0.0.1:{port},127.0.0.2:{free},{third}"
+        hosts = f"127.0.0.1:{port},127.0.0.2:{free},{third}:{other}"
         command = [sys.executable, "-m", "keras_psplus", "doctor", "--ssh", ssh, "--hosts"]
         environ = {**os.environ, "PYTHONPATH": ROOT}
         options = {"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE}
