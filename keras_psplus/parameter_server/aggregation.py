@@ -51,7 +51,7 @@ class _Encoding(NamedTuple):
 
 
 def over(scale: tf.Tensor | None, gradients: Iterable[Gradient | None]) -> list[Gradient | None]:
-    """Gradients without a loss scale, which has no room for them in 16 bits, and may change."""
+    """Gradients without a loss scale, which may be too large for 16 bits, or change."""
     return times(None if scale is None else 1.0 / scale, gradients)
 
 

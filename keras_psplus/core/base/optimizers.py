@@ -246,7 +246,7 @@ def is_wrapper(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def loss_scale(optimizer: keras.optimizers.Optimizer | None) -> tf.Tensor | None:
-    """Factor of the gradients that an optimizer is given, as it is now; None without one."""
+    """Factor of the gradients that an optimizer is given now; None without one."""
     scale = getattr(optimizer, "dynamic_scale", None)
     if scale is None:
         scale = getattr(optimizer, "loss_scale_factor", None)
