@@ -50,18 +50,16 @@ class _Encoding(NamedTuple):
     step: Callable[[], tf.Tensor]
 
 
-def over(scale: tf.Tensor | None, gradients: Iterable[Gradient | None]) -> list[Gradient | None]:
-    """Gradients without a loss scale, which may be too large for 16 bits, or change."""
-    return times(None if scale is None else 1.0 / scale, gradients)
+def over(gradient: Gradient | None, scale: tf.Tensor | None) -> Gradient | None:
+    """A gradient without a loss scale, if there is one."""
+    return times(gradient, None if scale is None else 1.0 / scale)
 
 
-def times(factor: tf.Tensor | None, gradients: Iterable[Gradient | None]) -> list[Gradient | None]:
-    """Gradients times a number, but for those of variables in float16."""
-
-    def scaled(values: tf.Tensor) -> tf.Tensor:
-        return values if values.dtype == tf.float16 else values * tf.cast(factor, values.dtype)
-
-    return [one if factor is None else map_values(scaled, one) for one in gradients]
+def times(gradient: Gradient | None, factor: tf.Tensor | None) -> Gradient | None:
+    """A gradient times a number, if there is one."""
+    if factor is None:
+        return gradient
+    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
 # A variable, the key of its traffic, and the pieces of its gradient; None if it has none.

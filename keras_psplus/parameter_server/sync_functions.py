@@ -426,15 +426,17 @@ class SyncFunctions:
 
     def _compressed_by(
         self,
-        change: Callable[..., list[Gradient | None]],
+        change: Callable[[Gradient | None, tf.Tensor | None], Gradient | None],
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Gradient | None],
         variables: Sequence[tf.Variable],
     ) -> list[Gradient | None]:
         """Gradients, of which those that are compressed are changed by the loss scale."""
-        are = [self._context.extended.compressors.of_gradient(v) is not None for v in variables]
+        compressor_of = self._context.extended.compressors.of_gradient
+        # Gradients in float16 need their scale, by which they are not too small.
+        are = [compressor_of(v) is not None and v.dtype != tf.float16 for v in variables]
         scale = loss_scale(optimizer) if any(are) else None
-        return [change(scale if its else None, [g])[0] for its, g in zip(are, gradients)]
+        return [change(g, scale) if its else g for its, g in zip(are, gradients)]
 
     def _make(self, step: TracedStep) -> SyncFunction:
         assert step.replica_step is not None

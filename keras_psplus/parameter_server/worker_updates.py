@@ -104,7 +104,8 @@ class WorkerUpdates:
         """
         assert self.policy is not None
         # Another worker's update may change the scale between this worker's batches.
-        gradients = aggregation.over(loss_scale(optimizer), gradients)
+        scale = loss_scale(optimizer)
+        gradients = [aggregation.over(gradient, scale) for gradient in gradients]
         self.accumulate(
             optimizer,
             self.policy,
@@ -252,7 +253,8 @@ def _apply(
     means: Iterable[Gradient | None],
     variables: Sequence[keras.Variable],
 ) -> None:
-    means = aggregation.times(loss_scale(optimizer), means)
+    scale = loss_scale(optimizer)
+    means = [aggregation.times(mean, scale) for mean in means]
     with applying_flag.raised():
         optimizer.apply(means, variables)
 

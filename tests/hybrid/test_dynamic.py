@@ -60,8 +60,10 @@ def test_equals_one_process(layout, name):
 @pytest.mark.parametrize(
     "layout, case, name",
     extended(
-        *(("hybrid22", read_again, "counted"), ("hybrid22", resumed, "filtered")),
-        *(("hybrid21_all", read_again, "counted"), ("hybrid21_all", resumed, "filtered")),
+        ("hybrid22", read_again, "counted"),
+        ("hybrid22", resumed, "filtered"),
+        ("hybrid21_all", read_again, "counted"),
+        ("hybrid21_all", resumed, "filtered"),
     ),
 )
 def test_files_and_backups_equal_one_process(layout, case, name, tmp_path):
