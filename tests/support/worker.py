@@ -27,6 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.support import graphs
 from tests.support.layouts import LAYOUTS
 
 # Containers of the library in which a case leaves something for the next one.
@@ -49,6 +50,7 @@ def main(layout, path):
     # The log of a task that crashes or hangs shows where.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    graphs.run_as_traced()
     strategy = LAYOUTS[layout].make()
     task = getattr(strategy, "task", None)
     name = task.name if task is not None else LAYOUTS[layout].tasks[0]
