@@ -186,6 +186,10 @@ def call(
                 found = again.gradient(
                     results, [*given, *variables], output_gradients=list(of_outputs)
                 )
+            for own, one in zip(inputs, found):
+                if isinstance(one, tf.Tensor):
+                    # Where the loss does not know its rows, gradients do not either.
+                    one.set_shape(own.shape)
             of_inputs = [one for one in found[: len(inputs)] if one is not None]
             # Nobody needs gradients by the batch itself: they must not be waited for.
             last = numbers_of(one for one in found[len(inputs) :] if one is not None) or of_inputs

@@ -173,7 +173,9 @@ class Functions:
         if rows is not None and like is None:
             batch = tree.map_structure(microbatches.with_unknown_rows, batch)
         compressor = strategy.compression if self._trains else None
-        scale = None if compressor is None else loss_scale(getattr(self._model, "optimizer", None))
+        optimizer = getattr(self._model, "optimizer", None)
+        is_lossy = compressor is not None or strategy.activation_compression is not None
+        scale = loss_scale(optimizer) if self._trains and is_lossy else None
         with PipelineStep(self._engine, context, count, rows, self._order, self._trains) as step:
             step.clock = context.times.clock() if self._counts else None
             if like is not None:
@@ -197,7 +199,13 @@ class Functions:
             moments = step.clock.moments(traffic.operations(graph, results))
         if strategy.activation_compression is not None:
             encoded += traffic.compress_activations(
-                graph, step.activations, between, context.stages, strategy.activation_compression
+                graph,
+                step.activations,
+                step.gradients,
+                between,
+                context.stages,
+                strategy.activation_compression,
+                scale,
             )
         self._used_on[key] = [
             traffic.of_consumers([leaf]) if isinstance(leaf, tf.Tensor) else None

@@ -186,7 +186,8 @@ class StageAction:
 
     def ends_with(self, tensors: list[tf.Tensor], activations: list[tf.Tensor]) -> None:
         """Notes what is computed last, and what other stages may need."""
-        self._step.activations += activations
+        is_forward = self._action[0] == schedule.FORWARD
+        (self._step.activations if is_forward else self._step.gradients).extend(activations)
         self._of_inputs = activations
         if self._segment is not None and self._step.clock is not None:
             self._step.clock.end(self._segment, self._worker, tensors, activations)
@@ -211,9 +212,9 @@ class PipelineStep(ReplicaStep):
     stage's device. What is between layers is left to `traffic.place`.
 
     `rows` are those of the batch, where tensors do not tell. By `order`, a micro-batch waits for
-    the gradients of earlier ones. `activations` has what layers have returned, and gradients by
-    what they were called with; `updates` what the step asks of optimizers, if for later; `traced`
-    each worker's actions, in the order of the trace.
+    the gradients of earlier ones. `activations` has what layers have returned, `gradients` those
+    by what they were called with; `updates` what the step asks of optimizers, if for later;
+    `traced` each worker's actions, in the order of the trace.
     """
 
     can_sum = True
@@ -240,6 +241,7 @@ class PipelineStep(ReplicaStep):
         self._of_batch: dict[int, Any] = {}
         self._parts: dict[int, tuple[Any, list[tf.Tensor]]] = {}  # By ids, as above.
         self.activations: list[tf.Tensor] = []
+        self.gradients: list[tf.Tensor] = []
         self.updates: list[Update] | None = None
         self.traced: list[schedule.Actions] = [[] for _ in devices]
         # The last tensors of each action, and what it has to wait for, by worker.

@@ -311,22 +311,28 @@ _LEAST_ELEMENTS = 1024
 def compress_activations(
     graph: tf.Graph,
     activations: Iterable[tf.Tensor],
+    gradients: Iterable[tf.Tensor],
     between: Iterable[tf.Operation],
     stages: Stages,
     compressor: Compressor,
+    scale: tf.Tensor | None,
 ) -> list[Encoded]:
     """Compresses activations between stages: encoded by the sender, decoded by the receiver.
 
     Each row is encoded by itself, so that a row's results do not depend on the others. What
-    operations `between` layers compute from activations counts as activations.
+    operations `between` layers compute from activations counts as activations, and from their
+    gradients as gradients, which are sent without the loss `scale`.
     """
-    sent = {id(tensor): tensor for tensor in activations}
+    sent = {id(tensor): (tensor, None) for tensor in activations}
+    sent |= {id(tensor): (tensor, scale) for tensor in gradients}
     for op in between:
-        if any(id(tensor) in sent for tensor in op.inputs):
-            sent.update((id(tensor), tensor) for tensor in op.outputs)
+        given = [sent[id(tensor)][1] for tensor in op.inputs if id(tensor) in sent]
+        if given:
+            by = next((one for one in given if one is not None), None)
+            sent.update((id(tensor), (tensor, by)) for tensor in op.outputs)
     decoded: dict[tuple[int, str], tf.Tensor] = {}
     encoded = []
-    for tensor in sent.values():
+    for tensor, by in sent.values():
         pipeline = stages.pipeline_of(tensor.device)
         if not _is_worth_it(tensor) or pipeline is None:
             continue
@@ -337,7 +343,7 @@ def compress_activations(
             key = id(tensor), consumer.device
             if key not in decoded:
                 ends = tensor.device, consumer.device
-                payload, decoded[key] = _over(graph, tensor, ends, compressor)
+                payload, decoded[key] = _over(graph, tensor, ends, compressor, by)
                 encoded.append(Encoded([tensor], payload, compressor))
             for i, given in enumerate(consumer.inputs):
                 if given is tensor:
@@ -372,10 +378,7 @@ def compress_gradients(
         shape = tf.TensorShape([None if beside else primary.shape[0], *primary.shape[1:]])
         with ops.device(ends[0]):
             rows = tf.ensure_shape(sent, shape)
-            rows = rows if scale is None else rows / tf.cast(scale, rows.dtype)
-        payload, decoded = _over(graph, rows, ends, own)
-        with ops.device(ends[1]):
-            decoded = decoded if scale is None else decoded * tf.cast(scale, rows.dtype)
+        payload, decoded = _over(graph, rows, ends, own, scale)
         arrived.op._update_input(0, decoded)
         encoded.append(Encoded([sent, *beside], [*payload, *beside], own, weight.path))
     return encoded
@@ -391,13 +394,20 @@ def _is_worth_it(tensor: tf.Tensor) -> bool:
 
 
 def _over(
-    graph: tf.Graph, tensor: tf.Tensor, ends: tuple[str, str], compressor: Compressor
+    graph: tf.Graph,
+    tensor: tf.Tensor,
+    ends: tuple[str, str],
+    compressor: Compressor,
+    scale: tf.Tensor | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Payload that leaves the first of two devices, and the tensor on the second."""
     step = tf.constant(0, tf.int64)
     with graph.as_default(), ops.control_dependencies(None):
+        scale = None if scale is None else tf.cast(scale, tensor.dtype)
         with ops.device(ends[0]):
-            payload = compressor.encode_rows(tensor, step)
+            rows = tensor if scale is None else tensor / scale
+            payload = compressor.encode_rows(rows, step)
         with ops.device(ends[1]):
             decoded = compressor.decode_rows(payload, tensor.shape[1:], tensor.dtype, step)
+            decoded = decoded if scale is None else decoded * scale
     return tf.nest.flatten(payload), decoded

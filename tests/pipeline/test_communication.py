@@ -105,6 +105,33 @@ def test_activation_compression():
     assert logs["ratio"] == [CROSSING / (large // 2 + small)]
 
 
+@makes_scope
+def scaled(scope, factor):
+    devices = pipeline_strategy.local_devices()[:2]
+    with mock.patch.object(pipeline_strategy, "local_devices", lambda: devices):
+        strategy = psp.PipelineStrategy(
+            2, stages=[["a", "b"], ["c", "d"]], activation_compression="fp16"
+        )
+    with strategy.scope():
+        model, data = dense()
+        model.compile(keras.optimizers.SGD(0.1, loss_scale_factor=factor), "mse")
+    monitor = psp.callbacks.CommunicationMonitor()
+    data = data.map(lambda x, y: (x, -x[:, :CLASSES]))
+    model.fit(data, callbacks=[monitor], verbose=0)
+    traffic = strategy.communication.traffic()
+    return model, {"bytes": sorted({(one.logical_bytes, one.compressed_bytes) for one in traffic})}
+
+
+def test_gradients_of_activations_are_cast_without_the_loss_scale():
+    # By which they would be too large for float16. A power of two changes no bit of the others.
+    one, large = (run("pipelines4", scaled, factor=factor).first for factor in (None, 2.0**30))
+    # Both ways alike, though gradients of this loss do not know their rows.
+    small, all_others = CROSSING // 5, CROSSING - CROSSING // 5
+    assert one["bytes"].tolist() == [[small, small], [all_others, all_others // 2]]
+    for name in one:
+        np.testing.assert_array_equal(large[name], one[name], name)
+
+
 @pytest.mark.extended
 def test_pipelines():
     rows, _ = count(pipelines=2, schedule="gpipe")
