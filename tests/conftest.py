@@ -106,6 +106,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_finish():
     gc.freeze()
+    if "tensorflow" in sys.modules:
+        from tests.support import graphs
+
+        graphs.run_as_traced()
 
 
 @pytest.hookimpl(trylast=True)

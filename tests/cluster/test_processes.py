@@ -18,6 +18,9 @@ from tests.endings import wait_for_end
 from tests.support.jobs import WITHOUT_TENSORFLOW, wait_for
 
 pytestmark = pytest.mark.processes
+no_coverage = pytest.mark.skipif(
+    "COVERAGE_PROCESS_CONFIG" in os.environ, reason="coverage writes a file in each process"
+)
 HEAD = """
 import json, os, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -97,6 +100,7 @@ def test_every_task_has_its_tf_config_and_its_output_is_prefixed(run, capsys):
     assert sorted(lines) == sorted(f"[{n}] {text}" for n in names for text in (f"{n} 1", "oops"))
 
 
+@no_coverage
 def test_a_full_disk_under_the_logs_stops_nobody(run, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as full as a quota makes it
@@ -115,6 +119,7 @@ def test_a_full_disk_under_the_logs_stops_nobody(run, capsys):
     assert "worker-0.log ([Errno 27] File too large); the job goes on" in line
 
 
+@no_coverage
 def test_others_report_a_failure_and_are_ended_with_what_they_have_started(run, tmp_path):
     body = f"""
         import subprocess

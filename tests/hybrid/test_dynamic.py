@@ -73,8 +73,9 @@ def test_files_and_backups_equal_one_process(layout, case, name, tmp_path):
 
 
 @pytest.mark.processes
-def test_rows_in_16_bits_are_the_bits_of_one_process(tmp_path):
-    found = run("hybrid22", cases.halves, folder=str(tmp_path)).first
+@pytest.mark.parametrize("has_files", [False, *extended(True)])
+def test_rows_in_16_bits_are_the_bits_of_one_process(has_files, tmp_path):
+    found = run("hybrid22", cases.halves, folder=str(tmp_path) if has_files else None).first
     cases.check_halves(found, reference(cases.halves, cases.ALONE))
 
 

@@ -40,7 +40,7 @@ def trained_on_digits(**types):
     return model.evaluate(ids, labels, verbose=0)
 
 
-@pytest.mark.processes
+@pytest.mark.extended
 def test_digits_are_learnt_as_with_float32(monkeypatch):
     exact, half = trained_on_digits(), trained_on_digits(**HALF)
     assert abs(half / exact - 1) < 0.02

@@ -1,4 +1,4 @@
-"""Has cases in clusters that stay up run their functions as they were traced.
+"""Has pytest, and cases in clusters that stay up, run their functions as they were traced.
 
 TensorFlow's Grappler optimises each graph before it runs for the first time. Where a model trains a
 few steps, that is a tenth of what a case takes. `make test-rest` and `make test-all` keep it, by

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from keras_psplus.tables import rounding
 from keras_psplus.tables.keys import random_16_bits
+from tests.support.tiers import extended
 from tests.tables.test_store import DIM, Servers, batches, small_chunks
 
 __all__ = ["small_chunks"]
@@ -69,7 +70,7 @@ def test_bits_depend_on_key_update_column_and_place():
     assert max(abs(np.corrcoef(one, other)[0, 1]) for other in others) < 0.03
 
 
-@pytest.mark.parametrize("slots", ["float32", "bfloat16"])
+@pytest.mark.parametrize("slots", ["bfloat16", *extended("float32")])
 def test_rows_are_the_same_on_any_number_of_servers(slots):
     types = {"rows_dtype": "bfloat16", "slots_dtype": slots}
     every = [Servers(count=count, **types) for count in (1, 2)]
