@@ -58,6 +58,7 @@ class Processes:
         return self._log_dir / f"{name}.log"
 
     def start(self, rank, name, environ, start, has_input):
+        assert name not in self._current or self.exit_code(name) is not None, f"{name} runs"
         lives = self._lives.setdefault(name, [Life()])
         self._current[name] = life = lives.pop(0) if len(lives) > 1 else lives[0]
         self._ends[name] = self._clock.now + life.seconds, life.code
