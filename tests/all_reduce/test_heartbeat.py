@@ -7,50 +7,118 @@ import types
 
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keras_psplus.all_reduce import liveness
-from keras_psplus.all_reduce.liveness import HeartbeatWatch, Silence
-from keras_psplus.cluster import preflight
+from keras_psplus.all_reduce.liveness import HeartbeatWatch
+from keras_psplus.cluster import handshake, preflight
 from keras_psplus.cluster.config import TaskConfig
-from keras_psplus.cluster.handshake import ANSWERS, GONE, SILENT, is_silent, places_of
+from keras_psplus.cluster.handshake import ANSWERS, GONE, is_silent, places_of
 from keras_psplus.core.jobs import failure
-from tests.support.tables import for_each
+from tests.support import jobs
+from tests.support.clock import Clock, few
+
+TASK = TaskConfig({"worker": ("h:1", "h:2", "h:3")}, "worker", 0)
+TIMEOUT, ANSWER = 20.0, 1.0
+# A question every 1.25 s, and an own stop of three seconds.
+SLACK = 6.0
+HORIZON = 150.0
 
 
-def dead_after(stop, phase, timeout=20.0, answer=1.0, pause=0.25):
-    """Seconds after its stop at which one that stops for a while counts as dead, or None."""
-    silence, now = Silence(timeout, answer), phase
-    while now < stop + 2 * timeout:
-        asked = now
-        is_so = 0 <= asked < stop - answer
-        now += answer if is_so else 0.001
-        if silence.note(["worker-1"] if is_so else [], asked, now):
-            return now
-        now += pause
-    return None
+class Over(Exception):
+    """End of what is looked at."""
 
 
-@for_each("phase", [-5 - 0.05 * i for i in range(30)])
-def test_the_figure_is_true_to_within_two_seconds(phase):
-    assert dead_after(18, phase) is None
-    assert 18 <= dead_after(22.5, phase) <= 22
-    assert 18 <= dead_after(1000, phase) <= 22
+class World(Clock):
+    """Others, own steps, and times in which this process is stopped, each as pairs of moments.
+
+    Silences are further apart than a short stop of its own, in which it does not ask.
+
+    It stands for `time`, for a pool of threads, and for `Progress`.
+    """
+
+    def __init__(self, monkeypatch, silent, steps=(), stops=()):
+        super().__init__(liveness, monkeypatch=monkeypatch)
+        self.now, self.silent, self._steps, self._stops = 0.0, silent, steps, list(stops)
+        futures = types.SimpleNamespace(ThreadPoolExecutor=lambda count: self)
+        pool = types.SimpleNamespace(futures=futures)
+        monkeypatch.setattr(liveness, "concurrent", pool)
+        monkeypatch.setattr(liveness, "places_of", lambda address: address)
+
+    def reach(self, moment):
+        for stop in [stop for stop in self._stops if stop[0] <= moment]:
+            self._stops.remove(stop)
+            moment = max(moment, stop[1])
+        super().reach(moment)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def map(self, asks, addresses, limits):
+        answers = [asks(address, limit) for address, limit in zip(addresses, limits)]
+        self.sleep(max(limits) if any(answers) else 0.001)
+        return answers
+
+    def is_silent(self, address, limit):
+        # What is asked just before the end of a stop is answered late.
+        return any(begin <= self.now < end - limit for begin, end in self.silent.get(address, ()))
+
+    @property
+    def entered(self):
+        if self.now > HORIZON:
+            raise Over
+        return self.now if any(begin <= self.now < end for begin, end in self._steps) else -1
+
+    def watch(self, task, timeout=TIMEOUT):
+        """A watch that has ended, at the moment `now`."""
+        watch = HeartbeatWatch(task, timeout)
+        watch._asks = self.is_silent
+        with contextlib.suppress(Over):
+            watch._run(self)
+        return watch
 
 
-def test_who_answers_once_is_alive():
-    silence = Silence(20, 1)
-    for now in range(18):
-        assert not silence.note(["a", "b"], now, now + 1)
-    assert not silence.note(["b"], 18, 19)
-    assert list(silence.note(["a", "b"], 19, 20)) == ["b"]
+def without(pairs, others):
+    """What is left of times without others."""
+    for begin, end in others:
+        parts = [part for a, b in pairs for part in ((a, min(b, begin)), (max(a, end), b))]
+        pairs = [(a, b) for a, b in parts if a < b]
+    return pairs
 
 
-def test_the_time_of_an_own_stop_does_not_count():
-    silence = Silence(20, 1)
-    assert not silence.note(["a"], 0, 1)
-    assert not silence.note(["a"], 1.25, 30)
-    assert not silence.note(["a"], 31, 32)
-    assert silence.note(["a"], 32, 34) == {}
+@st.composite
+def times(draw, lengths, most=2):
+    now, pairs = 0.0, []
+    for _ in range(draw(st.integers(0, most))):
+        begin = now + draw(st.integers(24, 120)) / 4
+        now = begin + draw(st.sampled_from(lengths))
+        pairs.append((begin, now))
+    return pairs
+
+
+SILENT = times([3.0, 18.0, 19.0, 27.0, 90.0], most=4)
+
+
+@few
+@given(SILENT, SILENT, times([2.0, 15.0], most=4), times([3.0, 30.0]))
+def test_who_is_silent_for_the_timeout_is_lost_and_nobody_else(first, second, steps, stops):
+    silent = {"h:2": first, "h:3": second}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(monkeypatch, silent, steps, stops)
+        monkeypatch.setattr(HeartbeatWatch, "_end", lambda *_: None)
+        lost, ended = world.watch(TASK).lost, world.now
+    # Neither what goes by in steps counts, in which nobody is asked, nor in a long stop of its own.
+    for name, address in (("worker-1", "h:2"), ("worker-2", "h:3")):
+        counted = without(silent[address], [*steps, *(s for s in stops if s[1] - s[0] > 3)])
+        assert name not in lost or any(
+            begin + TIMEOUT - ANSWER <= ended and ended <= end + ANSWER for begin, end in counted
+        )
+        for begin, end in counted:
+            assert end - begin < TIMEOUT + SLACK or ended <= begin + TIMEOUT + SLACK
 
 
 @contextlib.contextmanager
@@ -70,20 +138,6 @@ def test_who_accepts_and_says_nothing_is_silent_and_who_is_gone_is_not():
     assert not is_silent(places_of(f"{'x' * 70}:1"), 5)
 
 
-TASK = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 0)
-
-
-class Steps:
-    """Steps that go on for some seconds."""
-
-    def __init__(self, seconds):
-        self._end = time.monotonic() + seconds
-
-    @property
-    def entered(self):
-        return min(time.monotonic(), self._end)
-
-
 def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
     calls = []
     runtime = types.SimpleNamespace(abort_collective_ops=lambda *args: calls.append(args))
@@ -92,7 +146,7 @@ def test_a_silent_worker_is_named_in_the_error_of_collectives(monkeypatch):
         # Nobody is where the first one was: that it has ended is for TensorFlow to say.
         task = TaskConfig({"worker": ("127.0.0.1:1", "127.0.0.1:2", address)}, "worker", 1)
         watch = HeartbeatWatch(task, 0.8)
-        watch.start(Steps(0))
+        watch.start(types.SimpleNamespace(entered=0))
         end = time.monotonic() + 20
         while not calls and time.monotonic() < end:
             time.sleep(0.05)
@@ -115,21 +169,15 @@ def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeyp
         report_error_to_cluster=lambda code, message: told.append(message),
     )
     monkeypatch.setattr(liveness.context, "context", lambda: runtime)
-    with listening() as (_, dead):
-        addresses = [f"127.0.0.1:{port}" for port in range(1, 9)]
-        addresses[2] = dead
-        watches = {
-            i: HeartbeatWatch(TaskConfig({"worker": tuple(addresses)}, "worker", i), 0.8)
-            for i in (1, 7)
-        }
-        # At distances of 1, 2 and 4, and the one before.
-        assert [*watches[1]._addresses] == [f"worker-{i}" for i in (0, 2, 3, 5)]
-        assert [*watches[7]._addresses] == [f"worker-{i}" for i in (0, 1, 3, 6)]
-        watches[1].start(Steps(0))
-        end = time.monotonic() + 20
-        while not told and time.monotonic() < end:
-            time.sleep(0.05)
-    assert watches[1].lost == ("worker-2",)
+    addresses = tuple(f"h:{port}" for port in range(1, 9))
+    # At distances of 1, 2 and 4, and the one before.
+    for i, others in ((1, (0, 2, 3, 5)), (7, (0, 1, 3, 6))):
+        watch = HeartbeatWatch(TaskConfig({"worker": addresses}, "worker", i), TIMEOUT)
+        assert [*watch._addresses] == [f"worker-{other}" for other in others]
+    world = World(monkeypatch, {"h:3": [(0, HORIZON)]})
+    watch = world.watch(TaskConfig({"worker": addresses}, "worker", 1))
+    jobs.wait_for(lambda: told, 20)
+    assert watch.lost == ("worker-2",)
     assert told == [message for _, message in aborted]
     # As it reaches one that has not asked.
     monkeypatch.setattr(failure, "_failed_at", None)
@@ -138,23 +186,9 @@ def test_in_a_large_cluster_neighbours_are_asked_and_the_others_are_told(monkeyp
             raise tf.errors.InvalidArgumentError(None, None, told[0])
 
 
-def test_nobody_is_asked_while_steps_go_on(monkeypatch):
-    asked = []
-    runtime = types.SimpleNamespace(abort_collective_ops=lambda *args: None)
-    monkeypatch.setattr(liveness.context, "context", lambda: runtime)
-    watch = HeartbeatWatch(TASK, 0.4)
-    watch._asks = lambda *_: asked.append(time.monotonic()) or True
-    steps = Steps(0.5)
-    watch.start(steps)
-    end = time.monotonic() + 20
-    while not watch.lost and time.monotonic() < end:
-        time.sleep(0.05)
-    assert watch.lost and min(asked) >= steps.entered
-
-
 def test_what_does_not_answer_just_now_is_waited_for(monkeypatch):
     task = TaskConfig({"worker": ("a:1", "a:2", "a:3")}, "worker", 0)
-    states = [("worker-1", "a:2", SILENT), ("worker-2", "a:3", ANSWERS)]
+    states = [("worker-1", "a:2", handshake.SILENT), ("worker-2", "a:3", ANSWERS)]
     monkeypatch.setattr(failure, "_states", lambda task: states)
     monkeypatch.setattr(failure, "_failed_at", None)
     error = TimeoutError("no answer")

@@ -6,36 +6,10 @@ import signal
 from keras_psplus.cluster import processes
 from keras_psplus.cluster.launcher import task_ends
 from keras_psplus.cluster.processes import LocalCluster
+from tests.support.clock import LONG, Clock
 
 # Seconds between two looks of the launcher.
 POLL = 0.5
-_LONG = 1e5
-
-
-class Clock:
-    """In the place of the module `time`: sleeping lets what is planned happen, at once."""
-
-    def __init__(self, *modules, monkeypatch):
-        self.now, self._planned = 1000.0, []
-        for module in modules:
-            monkeypatch.setattr(module, "time", self)
-
-    def monotonic(self):
-        return self.now
-
-    time = monotonic
-
-    def sleep(self, seconds):
-        self.now += seconds
-        assert self.now < _LONG, "nothing happens any more"
-        due = [plan for plan in self._planned if plan[0] <= self.now]
-        self._planned = [plan for plan in self._planned if plan not in due]
-        for _, act in sorted(due, key=lambda plan: plan[0]):
-            act()
-
-    def after(self, seconds, act):
-        """Plans a call of a function."""
-        self._planned.append((self.now + seconds, act))
 
 
 @dataclasses.dataclass
@@ -48,7 +22,7 @@ class Life:
         at_sigterm: After how many seconds SIGTERM ends it, with which code; None if it ignores it.
     """
 
-    seconds: float = _LONG
+    seconds: float = LONG
     code: int = 0
     at_sigterm: tuple[float, int] | None = (0.0, -signal.SIGTERM)
 
@@ -84,6 +58,7 @@ class Processes:
         return self._log_dir / f"{name}.log"
 
     def start(self, rank, name, environ, start, has_input):
+        assert name not in self._current or self.exit_code(name) is not None, f"{name} runs"
         lives = self._lives.setdefault(name, [Life()])
         self._current[name] = life = lives.pop(0) if len(lives) > 1 else lives[0]
         self._ends[name] = self._clock.now + life.seconds, life.code
@@ -99,7 +74,7 @@ class Processes:
             self.signals.append((name, number))
             seconds, code = 0.0, -number
             if number == signal.SIGTERM:
-                seconds, code = self._current[name].at_sigterm or (_LONG, 0)
+                seconds, code = self._current[name].at_sigterm or (LONG, 0)
             if self._clock.now + seconds < self._ends[name][0]:
                 self._ends[name] = self._clock.now + seconds, code
 

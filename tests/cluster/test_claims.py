@@ -1,8 +1,10 @@
-"""Who has a task that serves: the rules, without a network."""
+"""Who has a task that serves: chiefs that come, claim, serve and end, without a network."""
 
-import socket
+import dataclasses
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 
 from keras_psplus.cluster import handshake, serving
 from keras_psplus.cluster.config import ClusterStartupError, TaskConfig
@@ -10,41 +12,133 @@ from keras_psplus.cluster.environment import TOKEN_VARIABLE
 from keras_psplus.cluster.ports import free_ports
 from keras_psplus.cluster.serving import LeaseHolder, ServerLease
 from tests.cluster import certificates
+from tests.support.clock import Machine, few
+
+LEADER = "l:1"
+# Hosts and addresses of chiefs; the third has no TaskConfig, and serves where the leader does. The
+# last one's network has an address that is another's in the first one's.
+PLACES = (("a", "a:1"), ("b", "b:1"), ("l", None), ("l", LEADER), ("c", "a:1"))
+SECONDS = st.sampled_from([1, 10, 29, 30, 31, 400])
 
 
-@pytest.fixture
-def claims():
-    (port,) = free_ports(1)
-    return LeaseHolder(f"127.0.0.1:{port}")
+@dataclasses.dataclass
+class Chief:
+    """A process that begins to listen in time after its claim, and listens until it ends."""
+
+    number: int
+    host: str
+    address: str | None
+    claimed: float | None = None
+    listens: bool = False
+
+    @property
+    def serves_at(self):
+        return self.address or LEADER
+
+    @property
+    def who(self):
+        return f"chief-0 (process {self.number} on {self.host})"
 
 
-def test_the_first_chief_has_it_and_the_second_is_told_who(claims):
-    first = {"who": "chief-0 (process 1 on a)", "host": "a", "process": "x", "address": "a:1"}
-    second = {"who": "chief-0 (process 2 on b)", "host": "b", "process": "y", "address": "b:1"}
-    assert claims.claim(**first) is None
-    assert claims.claim(**first) is None
-    assert "process 1 on a" in claims.claim(**second)
+class Claims(Machine):
+    MODULES = (serving,)
+
+    def __init__(self):
+        super().__init__()
+        self.patch.setattr(serving, "handshake", self)
+        self.server, self.chiefs, self.count = LeaseHolder(LEADER), [], 0
+        # Who has claimed it last, and may have ended.
+        self.holder = None
+
+    def listens(self, address):
+        return any(chief.listens and chief.serves_at == address for chief in self.chiefs)
+
+    def claim(self, chief):
+        refusal = self.server.claim(chief.who, chief.host, f"{chief.number}", chief.address)
+        holder, now = self.holder, self.clock.now
+        is_again = chief is holder or (
+            holder
+            and chief.address
+            and (chief.host, chief.address) == (holder.host, holder.address)
+        )
+        is_gone = holder is None or (
+            not self.listens(holder.serves_at) and now >= holder.claimed + serving._START_SECONDS
+        )
+        if is_again or is_gone:
+            assert refusal is None
+            self.holder, chief.claimed = chief, now
+        else:
+            ago = now - holder.claimed
+            assert refusal == f"{holder.who}, which has claimed it {ago:.0f} s ago"
+            self.chiefs.remove(chief)
+
+    @rule(place=st.sampled_from(PLACES), after=SECONDS, is_killed=st.booleans())
+    def come(self, place, after, is_killed):
+        if is_killed:
+            self.chiefs.clear()
+        self.wait(after)
+        # Two processes cannot have a port.
+        if any(place == (chief.host, chief.address) for chief in self.chiefs):
+            return
+        if place[0] == "l" and self.listens(LEADER):
+            return
+        self.count += 1
+        self.chiefs.append(Chief(self.count, *place))
+        self.claim(self.chiefs[-1])
+
+    # As all others have been refused, there is one at most.
+    @precondition(lambda self: self.chiefs)
+    @rule(after=SECONDS)
+    def claim_again(self, after):
+        self.wait(after)
+        self.claim(self.chiefs[0])
+
+    def wait(self, seconds):
+        if seconds >= 10:
+            for chief in self.chiefs:
+                chief.listens = True
+        self.clock.sleep(seconds)
+
+    @invariant()
+    def one_chief_has_it(self):
+        assert self.chiefs in ([], [self.holder])
 
 
-def test_one_that_has_ended_makes_room(claims, monkeypatch):
-    (port,) = free_ports(1)
-    own = {"who": "first", "host": "a", "process": "x", "address": f"127.0.0.1:{port}"}
-    other = {"who": "other", "host": "b", "process": "y", "address": None}
-    assert claims.claim(**own) is None
-    # It may be about to start its server.
-    assert claims.claim(**other)
-    monkeypatch.setattr(serving, "_START_SECONDS", 0)
-    with socket.create_server(("127.0.0.1", port)):
-        assert claims.claim(**other)
-    assert claims.claim(**other) is None
-    assert claims.claim(**own) is None
+TestClaims = Claims.TestCase
+TestClaims.settings = few
 
 
-def test_one_that_is_started_again_takes_its_place(claims):
-    own = {"who": "first", "host": "a", "process": "x", "address": "a:1"}
-    assert claims.claim(**own) is None
-    assert claims.claim(**{**own, "process": "y"}) is None
-    assert claims.claim(**own | {"process": "z", "host": "b"})
+@pytest.mark.parametrize("before", range(5))
+def test_of_two_chiefs_at_once_one_gets_all_servers(monkeypatch, before):
+    cluster = {"ps": ["s:0", "s:1"], "worker": ["s:2", "s:3"]}
+    holders = {f"s:{i}": LeaseHolder("a:1") for i in range(4)}
+    first, second = (
+        ServerLease(cluster, TaskConfig({**cluster, "chief": (f"{host}:1",)}, "chief", 0))
+        for host in "ab"
+    )
+    second._own |= {"process": "another", "who": "the second"}
+    asked, refused = [], []
+
+    def ask(address, what, own):
+        if own is first._own and len(asked) == before:
+            asked.append(address)
+            claim_all(second)
+        asked.append(address)
+        return holders[address].claim(**own)
+
+    def claim_all(lease):
+        try:
+            lease.claim_all()
+        except ClusterStartupError:
+            refused.append(lease)
+
+    monkeypatch.setattr(serving, "ask", ask)
+    claim_all(first)
+    if first not in refused and before == 4:
+        claim_all(second)
+    assert refused == ([second] if before else [first])
+    who = {holder._holder["who"] for holder in holders.values()}
+    assert who == {(first if before else second)._own["who"]}
 
 
 @pytest.mark.parametrize("mine, theirs", [("this", "other"), ("this", ""), ("", "other")])

@@ -379,3 +379,47 @@ def test_every_job_ends(launcher, data, layout, most, alone):
     else:
         assert result.exit_code == 0
     assert {*result.exit_codes} == {*last}
+
+
+COMING = st.lists(
+    st.builds(Life, st.sampled_from([2.0, 9.0, 90.0]), st.sampled_from([0, 3, -9, 143])),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(COMING, min_size=3, max_size=3),
+    st.integers(1, 2),
+    st.lists(st.integers(1, 30), max_size=4),
+)
+def test_workers_of_a_range_come_and_leave(monkeypatch, tmp_path, lives, least, asked):
+    launcher = Launcher(monkeypatch, tmp_path)
+    lives = {"chief-0": ends(40), **{f"worker-{i}": some for i, some in enumerate(lives)}}
+    with JobRecord(["task.py"], {"worker": 3}, tmp_path, min_workers=least) as record:
+        answers = ask_for_workers(launcher, record, *asked)
+        options = {"record": record, "min_workers": least, "failure_grace": 5}
+        result, seconds = launcher.run(lives, **{**SERVED, "workers": 3, **options})
+        said = [answer.read_text() for answer in answers if answer.exists()]
+    # Who asks is given a worker that does not run, while the job goes on, or told why not.
+    started = [name for name, _ in launcher.processes[0].starts if name.startswith("worker-")]
+    refused = [answer for answer in said if "all 3 workers" in answer or "is ending" in answer]
+    assert len(started) - least == len(said) - len(refused)
+    left = [int(line.split()[-3]) for line in launcher.lines if " has left (" in line]
+    assert all(count >= least for count in left)
+    # It ends with its chief, or when too few are left.
+    if result.first_failure is None:
+        assert result.exit_code == 0 and seconds >= 40 and len(said) == len(asked)
+    else:
+        assert result.exit_code and result.first_failure.startswith("worker-") and seconds < 60
+
+
+def test_a_range_that_is_ending_takes_no_worker(launcher, tmp_path):
+    lives = {"worker-0": ends(2, -9)}
+    with JobRecord(["task.py"], {"worker": 2}, tmp_path, min_workers=1) as record:
+        (answer,) = ask_for_workers(launcher, record, 3)
+        options = {"record": record, "min_workers": 1, "failure_grace": 5, **SERVED}
+        result, _ = launcher.run(lives, **options)
+        assert "the job is ending, as worker-0 has failed: start it again" in answer.read_text()
+    assert result.first_failure == "worker-0" and result.exit_code == 137

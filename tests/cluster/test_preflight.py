@@ -90,24 +90,6 @@ def test_evaluator_waits_for_nobody():
     wait_for_cluster(TaskConfig(make_cluster(2), "evaluator", 0), timeout=1)
 
 
-def test_missing_task_is_named_with_those_who_are_here(monkeypatch):
-    monkeypatch.setattr(preflight, "_LOG_EVERY", 0.3)
-    cluster = make_cluster(3)
-    waiting = [Waiting(TaskConfig(cluster, "worker", index), timeout=1.5) for index in (0, 1)]
-    for index, task in enumerate(waiting):
-        message = str(task.result())
-        assert isinstance(task.outcome, ClusterStartupError), message
-        assert "1 of 3 tasks did not come within 2 s" in message
-        assert f"Here: worker-{index} (this task, {cluster['worker'][index]})" in message
-        assert f"worker-{1 - index}" in message.split("Missing:")[0]
-        assert f"worker-2 at {cluster['worker'][2]}: connection refused" in message
-        assert "Received: timeout=1.5" in message
-        assert any(
-            line.startswith("waiting for worker-2") and "here: " in line and "s of 2 s" in line
-            for line in task.lines
-        )
-
-
 def test_port_in_use_names_the_holder(quick):
     config = TaskConfig(make_cluster(2), "worker", 0)
     with socket.create_server(("127.0.0.1", int(config.address.split(":")[1]))):
@@ -344,57 +326,6 @@ def test_probe_peers():
     assert reasons["worker-1"] is None
     assert "connection refused" in reasons["worker-2"]
     assert set(reasons) == {"worker-1", "worker-2"}
-
-
-def test_tasks_of_a_large_cluster_call_a_few_and_hear_of_all(monkeypatch):
-    monkeypatch.setattr(preflight, "EVERYBODY", 4)
-    calls, dial = [], handshake.dial
-    monkeypatch.setattr(handshake, "dial", lambda *args: calls.append(args[0]) or dial(*args))
-    cluster = make_cluster(24)
-    waiting = []
-    for index in [*range(1, 23), 0]:
-        waiting.append(Waiting(TaskConfig(cluster, "worker", index), all_wait=True))
-    time.sleep(1)
-    assert {task.outcome for task in waiting} == {"still waiting"}
-    calls.clear()
-    waiting.append(Waiting(TaskConfig(cluster, "worker", 23), all_wait=True))
-    assert [task.result() for task in waiting] == [None] * 24
-    # What the last one's coming makes the others do. Each calling each would be 552 calls.
-    assert len(calls) < 250
-
-
-def test_who_is_missing_in_a_large_cluster_is_said_by_the_first_task(monkeypatch):
-    monkeypatch.setattr(preflight, "EVERYBODY", 4)
-    monkeypatch.setattr(preflight, "_LOG_EVERY", 0.5)
-    cluster = make_cluster(12)
-    waiting = {
-        i: Waiting(TaskConfig(cluster, "worker", i), timeout=3, all_wait=True)
-        for i in range(12)
-        if i != 5
-    }
-    messages = {i: str(task.result()) for i, task in waiting.items()}
-    refused = f"worker-5 at {cluster['worker'][5]}: connection refused"
-    # The first, and those that 5 is a neighbour of; the others have it from the first.
-    for i in (0, 1, 3, 4, 6, 9):
-        assert "1 of " in messages[i] and refused in messages[i]
-    for i in (2, 7, 8, 10, 11):
-        assert "did not find all 12 tasks" in messages[i] and "on worker-" in messages[i]
-    assert any("worker-0" in line and "find all 12" in line for line in waiting[7].lines)
-
-
-def test_a_task_that_comes_back_to_a_large_cluster_goes_on(monkeypatch, quick):
-    """The others have their servers by then, and nobody calls it."""
-    monkeypatch.setattr(preflight, "EVERYBODY", 4)
-    cluster = make_cluster(6)
-    servers = []
-    for index in (0, 1, 2, 3, 5):
-        host, port = cluster["worker"][index].split(":")
-        servers.append(socket.create_server((host, int(port))))
-    try:
-        assert Waiting(TaskConfig(cluster, "worker", 4), all_wait=True).result() is None
-    finally:
-        for server in servers:
-            server.close()
 
 
 def _call(address, identity, proof):

@@ -1,15 +1,18 @@
 """A task that serves: it waits for its chief, and knows whether that has ended well."""
 
+import math
 import socket
 import types
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keras_psplus.cluster import serving
 from keras_psplus.cluster.config import ClusterConfigError, ClusterStartupError, TaskConfig
 from keras_psplus.cluster.serving import ShutdownListener
 from keras_psplus.errors import ChiefLostError
-from tests.cluster.simulated import Clock
+from tests.support.clock import Clock, few
 from tests.support.jobs import run_in_processes
 
 SERVER = TaskConfig({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, "ps", 0)
@@ -39,44 +42,78 @@ class Chief:
         self.clock.after(seconds, lambda: self.listener.receive(word))
 
     def outlived(self):
-        """Seconds until the server ends, and its lines."""
-        began, lines, heard = self.clock.now, [], self.listener
+        """Lines of the server until it ends."""
+        lines, heard = [], self.listener
         serving.outlive(
             SERVER,
             lambda: heard.has_chief_started,
             lambda: heard.is_chief_lost,
             lambda: heard.has_chief_left,
-            startup_timeout=60,
-            chief_gone=5,
+            startup_timeout=STARTUP,
+            chief_gone=GONE,
             log=lines.append,
         )
-        return self.clock.now - began, lines
+        return lines
 
 
-def test_a_chief_that_never_comes_is_an_error(monkeypatch):
-    chief = Chief(monkeypatch)
-    with pytest.raises(ClusterStartupError, match="chief-0 did not come to 127.0.0.1:1 within 60"):
-        chief.outlived()
-    assert 1060 <= chief.clock.now < 1062
+GONE, STARTUP, POLLS = 5, 60, 2
 
 
-# TensorFlow's own says nothing. One that is away for less than `chief_gone` has not ended; one that
-# has taken leave is not waited for.
-@pytest.mark.parametrize(("words", "gone"), [((), 5), (("hello", "shutdown"), 0)])
-def test_a_server_ends_after_its_chief(monkeypatch, words, gone):
-    chief = Chief(monkeypatch, (10, 30), (33, 50))
-    for word, seconds in zip(words, (10, 49)):
-        chief.says(word, seconds)
-    seconds, lines = chief.outlived()
-    assert 50 + gone <= seconds <= 52 + gone and lines == ["chief-0 has ended, ps-0 ends"]
+def expected(spans, words):
+    """How a server ends, and after how many seconds.
+
+    Args:
+        spans: Seconds from which to which its chief can be reached.
+        words: Dict from what the chief says to when.
+    """
+    hello, shutdown = (words.get(word, math.inf) for word in ("hello", "shutdown"))
+    come = min([*(begin for begin, _ in spans), hello, shutdown])
+    if come > STARTUP:
+        return "never came", STARTUP
+    end = come
+    for begin, until in spans:
+        if begin - end > GONE or (shutdown < end):
+            break
+        end = until
+    # One that has taken leave is not waited for.
+    end += 0 if shutdown < end else GONE
+    return "lost" if hello < end < shutdown else "ended", end
 
 
-def test_a_chief_that_greets_before_its_server_is_there_and_dies(monkeypatch):
-    chief = Chief(monkeypatch, (12, 30))
-    chief.says("hello", 10)
-    with pytest.raises(ChiefLostError, match="has died or ended by an error.* ps-0 ends with it"):
-        chief.outlived()
-    assert 1035 <= chief.clock.now <= 1037
+SECONDS = st.sampled_from([0, 1, 3, 8, 40, 90])
+SPANS = st.lists(st.tuples(SECONDS, st.sampled_from([3, 9, 50])), max_size=3)
+
+
+# TensorFlow's own chief says nothing.
+@few
+@given(SPANS, st.none() | SECONDS, st.none() | st.integers(0, 2))
+def test_a_server_ends_once_its_chief_has_and_not_before(spans, hello, left_in):
+    moment, there, words = 0, [], {}
+    for away, long in spans:
+        there.append((moment + away, moment + away + long))
+        moment += away + long
+    if hello is not None:
+        words["hello"] = hello
+        if left_in is not None and left_in < len(there):
+            words["shutdown"] = max(hello, there[left_in][1]) - 0.75
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        chief, lines = Chief(monkeypatch, *there), []
+        for word, seconds in words.items():
+            chief.says(word, seconds)
+        began, how = chief.clock.now, "ended"
+        try:
+            lines = chief.outlived()
+        except ClusterStartupError as error:
+            assert f"{error}".startswith("chief-0 did not come to 127.0.0.1:1 within 60 s")
+            how = "never came"
+        except ChiefLostError as error:
+            assert "has died or ended by an error" in f"{error}"
+            assert "ps-0 ends with it" in f"{error}"
+            how = "lost"
+        seconds = chief.clock.now - began
+    assert lines == (["chief-0 has ended, ps-0 ends"] if how == "ended" else [])
+    wanted, end = expected(there, words)
+    assert how == wanted and end <= seconds <= end + POLLS
 
 
 def test_a_process_beside_the_cluster_waits_for_the_end_of_its_chief(monkeypatch):

@@ -1,51 +1,43 @@
 """Workers that are told to end agree on the batch after which they save."""
 
-import itertools
+import collections
 import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 import types
 
 import keras
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keras_psplus.cluster.process import signals as termination
 from keras_psplus.core.backup import fit_progress
 from keras_psplus.core.jobs import preemption
+from tests.support.clock import Threads, few
 from tests.support.jobs import WITHOUT_TENSORFLOW, environment
-from tests.support.tables import for_each
-
-
-class Store:
-    """Posts of all workers; `wait_for` fails after some seconds."""
-
-    def __init__(self):
-        self.texts, self.changed = {}, threading.Condition()
 
 
 class Control:
-    """A worker's control plane."""
+    """A worker's control plane, over the posts of all."""
 
-    def __init__(self, store, names):
-        self._store, self.names = store, names
+    def __init__(self, threads, posts, names, numbers):
+        self._threads, self._posts, self.names = threads, posts, names
+        self._numbers = numbers
 
     def post(self, name, text):
-        with self._store.changed:
-            is_new = name not in self._store.texts
-            self._store.texts.setdefault(name, text)
-            self._store.changed.notify_all()
+        is_new = name not in self._posts
+        self._posts.setdefault(name, text)
         return is_new
 
-    def wait_for(self, name, whom, kind):
-        with self._store.changed:
-            assert self._store.changed.wait_for(lambda: name in self._store.texts, 20), (whom, kind)
-            return self._store.texts[name]
+    def wait_for(self, name, whom="another", kind="listening"):
+        assert self._threads.wait_for(lambda: name in self._posts), (whom, kind)
+        # It is not heard at once.
+        self._threads.sleep(6 * self._numbers.random())
+        return self._posts[name]
 
-    def listen(self, name):
-        return self.wait_for(name, "another", "listening")
+    listen = wait_for
 
 
 class Fit:
@@ -54,50 +46,67 @@ class Fit:
     is_under_way = can_save = True
 
 
-def saved_after(workers, told, alone, seed):
-    """The batches after which workers save, who are told to end while they take steps.
+LAST = 20
+
+
+def saved_after(workers, told, alone, numbers, monkeypatch):
+    """The batches after which workers save, who are told to end while they take steps; and posts.
 
     Args:
         workers: Number of workers.
         told: Dict from workers to the batch in which each is told.
         alone: Steps that a worker takes without the others.
-        seed: Seed of how long steps take.
+        numbers: Draws how long steps take, and who is first of those who may go on.
     """
-    names, store = [f"worker-{i}" for i in range(workers)], Store()
-    barrier, numbers = threading.Barrier(workers, timeout=20), random.Random(seed)
-    seconds = [[numbers.random() / 300 for _ in range(60)] for _ in names]
+    threads = Threads(preemption, monkeypatch=monkeypatch, choose=numbers.choice)
+    monkeypatch.setattr(preemption, "threading", threads)
+    names, posts, met = [f"worker-{i}" for i in range(workers)], {}, collections.Counter()
     found = [None] * workers
 
     def train(i):
-        one = preemption.Preemption(Control(store, names), names[i], alone)
+        one = preemption.Preemption(Control(threads, posts, names, numbers), names[i], alone)
         one.watch(Fit)
         is_noted = False
-        for batch in range(1, 60):
-            time.sleep(seconds[i][batch])
+        for batch in range(1, LAST + 1):
+            threads.sleep(numbers.random())
             if batch % alone == 0:
-                barrier.wait()
+                met[batch] += 1
+                assert threads.wait_for(lambda batch=batch: met[batch] == workers, 1000)
             is_noted = is_noted or told.get(i) == batch
-            if one.end_batch(False, is_noted):
+            if one.end_batch(batch == LAST, is_noted):
                 found[i] = batch
                 return
 
-    threads = [threading.Thread(target=train, args=[i], daemon=True) for i in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    for i in range(workers):
+        threads.Thread(train, (i,)).start()
+    threads.run()
+    return found, posts
 
 
-@for_each("alone, seed", itertools.product([1, 3], range(4)))
-def test_all_workers_save_after_the_same_batch(alone, seed):
-    numbers = random.Random(seed)
-    workers = numbers.choice([2, 3, 4])
-    told = {i: numbers.randint(1, 20) for i in range(workers) if numbers.random() < 0.6}
-    told = told or {0: 5}
-    found = saved_after(workers, told, alone, seed)
-    first = min(told.values())
-    assert len(set(found)) == 1 and first < found[0] <= first + 2 * alone, (told, found)
+@few
+@given(
+    st.sampled_from([1, 2, 10, LAST - 2, LAST - 1, LAST]),
+    st.lists(st.none() | st.integers(0, 2), min_size=2, max_size=4),
+    st.sampled_from([1, 3]),
+    st.integers(0, 1000),
+)
+def test_all_workers_save_after_the_same_batch(first, later, alone, seed):
+    told = {i: first + batches for i, batches in enumerate(later) if batches is not None}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(preemption, "SIGNAL", termination._Signal())
+        monkeypatch.setattr(preemption.SIGNAL, "watch", lambda at_once: None)
+        numbers = random.Random(seed)
+        found, posts = saved_after(len(later), told, alone, numbers, monkeypatch)
+    (after,) = {*found}
+    first = min(told.values(), default=LAST)
+    if first >= LAST:
+        # There is nothing to save for.
+        assert after is None and not posts
+        return
+    # One has said it, and all others have confirmed it; its own thread may, too.
+    until = int(posts["preempted"])
+    assert first < until <= first + 2 * alone and after == (until if until <= LAST else None)
+    assert len(later) <= len(posts) <= 1 + len(later)
 
 
 def test_one_process_saves_after_the_batch_in_which_it_was_told():

@@ -511,6 +511,11 @@ class WorkerRange:
             job.answer(record.folder, ADD_WORKER, lambda: self._add(ends, start))
 
     def _add(self, ends: TaskEnds, start: Callable[[Task], None]) -> str:
+        if ends.first_failure is not None:
+            raise job.RequestError(
+                f"the job is ending, as {ends.first_failure} has failed: start it again. "
+                f"Received: {ADD_WORKER}"
+            )
         for task in self._workers:
             if not ends.is_running(task.name):
                 ends.expect(task.name)
