@@ -78,12 +78,14 @@ class WorkerWatch:
         self._addresses, self._timeout = addresses, timeout
         self._gone_since: float | None = None
 
-    def check_workers(self) -> None:
+    def check_workers(self, last_end: float) -> None:
         if any(map(handshake.listens, self._addresses)):
             self._gone_since = None
             return
         now = time.monotonic()
-        self._gone_since = self._gone_since or now
+        if self._gone_since is None or self._gone_since < last_end:
+            # Or a step has ended since, of a worker that was there.
+            self._gone_since = now
         named = ", ".join(f"worker-{i} ({a})" for i, a in enumerate(self._addresses))
         if now - self._gone_since > self._timeout:
             failure.mark_failed()
@@ -461,14 +463,14 @@ class Lane:
 class Scheduler:
     """The closures of one job.
 
-    `check_workers` is called now and then while no closure returns, and may raise; `window` is how
-    many closures that allow it a worker has under way.
+    `check_workers` is called now and then while no closure returns, with when one did last, and may
+    raise; `window` is how many closures that allow it a worker has under way.
     """
 
     def __init__(
         self,
         num_workers: int,
-        check_workers: Callable[[], None],
+        check_workers: Callable[[float], None],
         members: Members,
         on_worker_back: Callable[[str], None] | None = None,
         window: int = 1,
@@ -569,7 +571,7 @@ class Scheduler:
 
     def _check_for_errors(self) -> None:
         self.queue.raise_error()
-        self._check_workers()
+        self._check_workers(self.queue.last_end)
 
     def _wait_until(self, condition: Callable[[], Any]) -> None:
         looked = time.monotonic()
@@ -581,7 +583,7 @@ class Scheduler:
             now = time.monotonic()
             if now - max(looked, self.queue.last_end) > _LOOK_FOR_WORKERS_SECONDS:
                 looked = now
-                self._check_workers()
+                self._check_workers(self.queue.last_end)
 
 
 def weakly(method: Callable[[int], None]) -> Callable[[int], None]:

@@ -16,6 +16,7 @@ from keras_psplus.cluster.launcher.task_ends import ADD_WORKER, ClusterResult, T
 from keras_psplus.cluster.monitor import job
 from keras_psplus.cluster.monitor.job import JobRecord
 from tests.cluster.simulated import POLL, Launcher, Life
+from tests.support.clock import few
 from tests.support.tables import for_each
 
 _POLLS = 2 * POLL
@@ -388,7 +389,7 @@ COMING = st.lists(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(few, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(COMING, min_size=3, max_size=3),
     st.integers(1, 2),
@@ -412,7 +413,9 @@ def test_workers_of_a_range_come_and_leave(monkeypatch, tmp_path, lives, least, 
     if result.first_failure is None:
         assert result.exit_code == 0 and seconds >= 40 and len(said) == len(asked)
     else:
-        assert result.exit_code and result.first_failure.startswith("worker-") and seconds < 60
+        # All the same, the chief may end well before it is ended.
+        assert (result.exit_code != 0) == (not result.chief_has_ended_well) and seconds < 60
+        assert result.first_failure.startswith("worker-")
 
 
 def test_a_range_that_is_ending_takes_no_worker(launcher, tmp_path):

@@ -174,10 +174,13 @@ def hang():
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex), lock(mutex)
 
-for i, source in enumerate(sys.argv[1:]):
+children = []
+for source in sys.argv[1:]:
     if not (child := os.fork()):
         exec(source)
         os._exit(0)
+    children.append(child)
+for i, child in enumerate(children):
     print(i, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 )

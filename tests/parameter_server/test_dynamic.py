@@ -72,7 +72,7 @@ def halves(strategy, folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("layout", ["sync22", *extended("async_threads")])
+@pytest.mark.parametrize("layout", ["async_threads", *extended("sync22")])
 def test_rows_in_16_bits_are_the_bits_of_one_process_after_a_break(layout, tmp_path):
     expected = reference(dynamic_job.halves, dynamic_job.ALONE)
     found = run(layout, halves, folder=str(tmp_path)).first

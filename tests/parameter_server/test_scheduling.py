@@ -153,7 +153,7 @@ def waiting_closure(about, counts_for=None):
 
 
 def test_an_error_ends_steps_that_follow_a_lost_workers_in_the_queue():
-    scheduler = Scheduler(0, lambda: None, None)
+    scheduler = Scheduler(0, lambda last_end: None, None)
     queue = ClosureQueue(2, Clocks(2))
     scheduler.queue = queue
     closures = [waiting_closure(f"batch {i}", home) for i, home in enumerate((1, 1, 1, 0))]
