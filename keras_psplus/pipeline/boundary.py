@@ -188,7 +188,7 @@ def call(
                 )
             for own, one in zip(inputs, found):
                 if isinstance(one, tf.Tensor):
-                    # Where the loss does not know its rows, gradients do not either.
+                    # A loss that does not know its rows has gradients that do not either.
                     one.set_shape(own.shape)
             of_inputs = [one for one in found[: len(inputs)] if one is not None]
             # Nobody needs gradients by the batch itself: they must not be waited for.

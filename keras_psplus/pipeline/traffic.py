@@ -323,16 +323,15 @@ def compress_activations(
     operations `between` layers compute from activations counts as activations, and from their
     gradients as gradients, which are sent without the loss `scale`.
     """
-    sent = {id(tensor): (tensor, None) for tensor in activations}
-    sent |= {id(tensor): (tensor, scale) for tensor in gradients}
+    sent = {id(tensor): (tensor, False) for tensor in activations}
+    sent |= {id(tensor): (tensor, True) for tensor in gradients}
     for op in between:
-        given = [sent[id(tensor)][1] for tensor in op.inputs if id(tensor) in sent]
-        if given:
-            by = next((one for one in given if one is not None), None)
-            sent.update((id(tensor), (tensor, by)) for tensor in op.outputs)
+        are_gradients = [sent[id(tensor)][1] for tensor in op.inputs if id(tensor) in sent]
+        if are_gradients:
+            sent.update((id(tensor), (tensor, any(are_gradients))) for tensor in op.outputs)
     decoded: dict[tuple[int, str], tf.Tensor] = {}
     encoded = []
-    for tensor, by in sent.values():
+    for tensor, is_gradient in sent.values():
         pipeline = stages.pipeline_of(tensor.device)
         if not _is_worth_it(tensor) or pipeline is None:
             continue
@@ -343,7 +342,8 @@ def compress_activations(
             key = id(tensor), consumer.device
             if key not in decoded:
                 ends = tensor.device, consumer.device
-                payload, decoded[key] = _over(graph, tensor, ends, compressor, by)
+                own_scale = scale if is_gradient else None
+                payload, decoded[key] = _over(graph, tensor, ends, compressor, own_scale)
                 encoded.append(Encoded([tensor], payload, compressor))
             for i, given in enumerate(consumer.inputs):
                 if given is tensor:

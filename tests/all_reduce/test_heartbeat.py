@@ -64,7 +64,7 @@ class World(Clock):
         return answers
 
     def is_silent(self, address, limit):
-        # What is asked just before the end of a stop is answered late.
+        # A question from just before the end of a stop is answered late.
         return any(begin <= self.now < end - limit for begin, end in self.silent.get(address, ()))
 
     @property
@@ -83,7 +83,7 @@ class World(Clock):
 
 
 def without(pairs, others):
-    """What is left of times without others."""
+    """Times without others, as pairs."""
     for begin, end in others:
         parts = [part for a, b in pairs for part in ((a, min(b, begin)), (max(a, end), b))]
         pairs = [(a, b) for a, b in parts if a < b]

@@ -296,5 +296,5 @@ def test_tasks_of_a_large_cluster_call_a_few(network, monkeypatch):
     network.threads.after(20, come)
     network.threads.run()
     assert {frozenset(task.outcome) for task in [last, *tasks.values()]} == {frozenset()}
-    # What the last one's coming makes the others do. Each calling each would be 552 calls.
+    # The calls that the last one's coming brings about. Each calling each would be 552.
     assert network.calls < 250

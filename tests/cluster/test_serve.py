@@ -60,7 +60,7 @@ GONE, STARTUP, POLLS = 5, 60, 2
 
 
 def expected(spans, words):
-    """How a server ends, and after how many seconds.
+    """End of a server, and the seconds until then.
 
     Args:
         spans: Seconds from which to which its chief can be reached.
@@ -115,7 +115,7 @@ def test_a_server_ends_once_its_chief_has_and_not_before(spans, hello, left_in):
     assert lines == (["chief-0 has ended, ps-0 ends"] if how == "ended" else [])
     wanted, end = expected(there, words)
     assert end <= seconds <= end + POLLS
-    # What is said just as it ends may still be heard.
+    # A word that is said just as it ends may still be heard.
     assert how == wanted or any(end <= moment <= seconds for moment in words.values())
 
 

@@ -1,4 +1,4 @@
-"""How long the first worker stays for the others, when its script has ended."""
+"""The first worker's stay for the others, when its script has ended."""
 
 import math
 import threading

@@ -37,17 +37,22 @@ FORWARD, BACKWARD = ("stage 0 -> stage 1", "forward"), ("stage 1 -> stage 0", "b
 OUTPUTS = ROWS // 2 * CLASSES * 4
 
 
+def in_stages(pipelines=1, **options):
+    """Strategy of two stages, on two or four devices."""
+    devices = pipeline_strategy.local_devices()[: 2 * pipelines]
+    with mock.patch.object(pipeline_strategy, "local_devices", lambda: devices):
+        return psp.PipelineStrategy(
+            2, stages=[["a", "b"], ["c", "d"]], pipelines=pipelines, **options
+        )
+
+
 @makes_scope
-def counted(scope, pipelines=1, evaluates=False, **options):
-    """Trains in stages on two or four devices; returns what was counted.
+def counted(scope, evaluates=False, **options):
+    """Trains in stages; returns what was counted.
 
     What is sent to evaluate and to predict does not count.
     """
-    devices = pipeline_strategy.local_devices()[: 2 * pipelines]
-    with mock.patch.object(pipeline_strategy, "local_devices", lambda: devices):
-        strategy = psp.PipelineStrategy(
-            2, stages=[["a", "b"], ["c", "d"]], pipelines=pipelines, **options
-        )
+    strategy = in_stages(**options)
     with strategy.scope():
         model, data = dense()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -107,11 +112,7 @@ def test_activation_compression():
 
 @makes_scope
 def scaled(scope, factor):
-    devices = pipeline_strategy.local_devices()[:2]
-    with mock.patch.object(pipeline_strategy, "local_devices", lambda: devices):
-        strategy = psp.PipelineStrategy(
-            2, stages=[["a", "b"], ["c", "d"]], activation_compression="fp16"
-        )
+    strategy = in_stages(activation_compression="fp16")
     with strategy.scope():
         model, data = dense()
         model.compile(keras.optimizers.SGD(0.1, loss_scale_factor=factor), "mse")
