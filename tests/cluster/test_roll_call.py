@@ -15,7 +15,7 @@ from tests.support.clock import Threads, few
 
 TIMEOUT = 50.0
 # A round of calls of a host that is down, and the courtesies of a large cluster.
-SLACK = 10.0
+SLACK = 15.0
 
 
 class Network:

@@ -1,6 +1,7 @@
 """Trains each case for a step on devices that stand for GPUs, and writes what walks of it find."""
 
 import argparse
+import gc
 import json
 import math
 import pathlib
@@ -44,8 +45,12 @@ def run(case):
     first = uncalled(functions)
     for function in first[:1] if case.on_workers else first:
         walked.function(function, default="gpu" if case.on_workers else walk.HOST)
-    found = findings.find(walked, cases.GRADIENT)
-    return {"on_gpu": walked.on_gpu, "found": [finding._asdict() for finding in found]}
+    found = [finding._asdict() for finding in findings.find(walked, cases.GRADIENT)]
+    on_gpu = walked.on_gpu
+    # Once this process has joined a cluster, resources of before can no longer be freed.
+    del model, functions, first, walked
+    gc.collect()
+    return {"on_gpu": on_gpu, "found": found}
 
 
 def main():

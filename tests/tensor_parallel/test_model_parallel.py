@@ -125,7 +125,7 @@ def test_units_gather_along_columns_and_meet_along_rows(frees):
         *("mlp/adamw", "mlp/average", "mlp/counting", "mlp/steps", "odd/adagrad", "odd/sgd"),
         *("own_step", "own_layer", "transformer/momentum_clipnorm", "tied/adamw"),
         # Whole on one worker each.
-        *("odd/muon", "own_step/muon", "tied/muon_steps", "transformer/lamb", "one/adafactor"),
+        *("odd/muon", "own_step/muon", "tied/muon_steps", "mlp/lamb", "one/adafactor"),
     ],
 )
 def test_pieces_equal_one_process(layout, name):
