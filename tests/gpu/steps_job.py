@@ -45,12 +45,8 @@ def run(case):
     first = uncalled(functions)
     for function in first[:1] if case.on_workers else first:
         walked.function(function, default="gpu" if case.on_workers else walk.HOST)
-    found = [finding._asdict() for finding in findings.find(walked, cases.GRADIENT)]
-    on_gpu = walked.on_gpu
-    # Once this process has joined a cluster, resources of before can no longer be freed.
-    del model, functions, first, walked
-    gc.collect()
-    return {"on_gpu": on_gpu, "found": found}
+    found = findings.find(walked, cases.GRADIENT)
+    return {"on_gpu": walked.on_gpu, "found": [finding._asdict() for finding in found]}
 
 
 def main():
@@ -62,7 +58,11 @@ def main():
     fake_gpus.install(max(case.gpus for case in chosen.values()), cases.WORKERS)
     # To optimize graphs is a third of the time, and they are looked at as they were traced.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    results = {name: run(case) for name, case in chosen.items()}
+    results = {}
+    for name, case in chosen.items():
+        results[name] = run(case)
+        # Once this process has joined a cluster, resources of before can no longer be freed.
+        gc.collect()
     task = read_task_config()
     if task is None or task.is_chief:
         pathlib.Path(args.out).write_text(json.dumps(results))
