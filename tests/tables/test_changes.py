@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import keras_psplus as psp
-from keras_psplus.tables import snapshot
+from keras_psplus.tables import admission, snapshot
 from tests.tables.test_store import DIM, Servers, batches, small_chunks
 
 tables = psp.tables
@@ -44,8 +44,10 @@ def check(follower, servers):
     np.testing.assert_array_equal(np.reshape(rows, [-1, DIM]), servers.lookup(keys))
 
 
-def test_changes_add_up_to_the_table():
-    servers = Servers(expire=tables.Capacity(9), count=2)
+def test_changes_add_up_to_the_table(monkeypatch):
+    # Rows die before a sweep comes by.
+    monkeypatch.setattr(admission, "_SWEPT", 1)
+    servers = Servers(expire=tables.Capacity(9) | tables.Unused(steps=2), count=2)
     often, seldom = Follower(servers), Follower(servers)
     gone = sent = 0
     for step, (keys, gradient) in enumerate(batches()):

@@ -82,8 +82,8 @@ EXPIRES = {
 @pytest.mark.parametrize(
     ("expire", "count", "servers"),
     [
-        ("lru", None, 1),
-        *extended(("both", None, 2), ("lfu", 2, 2), ("unused", 2, 1), ("both", 2, 1)),
+        ("unused", 2, 1),
+        *extended(("lru", None, 1), ("both", None, 2), ("lfu", 2, 2), ("both", 2, 1)),
     ],
 )
 def test_a_stream_keeps_what_the_model_keeps(expire, count, servers):
