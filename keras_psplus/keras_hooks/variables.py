@@ -27,6 +27,7 @@ from keras_psplus.keras_internals.keras_parts import (
     Variable,
     io_utils,
     model_module,
+    nn_module,
     numpy_module,
     saving_lib,
     seed_generator,
@@ -231,6 +232,14 @@ VARIABLES = (
         _of_taken,
         "read",
         "Keras reads the whole value for its shape",
+    ),
+    Hook(
+        nn_module,
+        "conv(inputs, kernel)",
+        _of_taken,
+        "read",
+        "XLA, by which Keras convolves in groups on a CPU, reads no variable of a server",
+        by=1,
     ),
     Hook(
         seed_generator.SeedGenerator,

@@ -400,6 +400,10 @@ class ParameterServerEngine(DistributedEngine):
         value = tf.cast(call.get("value"), own.dtype)
         return getattr(own, call.name)(value, read_value=False)
 
+    @answers("conv")
+    def _convolve(self, call: Call) -> Any:
+        return call.proceed(kernel=tf.convert_to_tensor(call.get("kernel")))
+
     def reads_rows(self, variable: keras.Variable) -> bool:
         is_other = stateless_scope.in_stateless_scope()
         return not is_other and is_on_ps(variable._value)

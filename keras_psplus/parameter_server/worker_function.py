@@ -246,6 +246,12 @@ def is_of_step(error: BaseException) -> bool:
     )
 
 
+_COMPILED = (
+    "What `tf.function(jit_compile=True)` compiles cannot read a variable of a parameter server: "
+    "take the argument off, or read the variable before and pass its value."
+)
+
+
 def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.errors.OpError:
     """The error of a step, in few words, of the same class."""
     text = error.message
@@ -257,6 +263,7 @@ def translate_error(error: tf.errors.OpError, task: str, about: str) -> tf.error
     node = re.search(r"\{\{node ([^}]+)\}\}", rest)
     lines = [
         cause or text.splitlines()[0],
+        *([_COMPILED] if "tfvariable_on_a_different_device" in text else ()),
         f"In {node.group(1)}, run by {task}." if node else f"On {task}.",
         *(f"  {frame}" for frame in frames),
         f"Training has stopped. Received: {about}",

@@ -280,6 +280,7 @@ def train():
             inner.iterations.assign_add(1)
             inner.iterations.assign_sub(1)
             keras.ops.take(model.embed.embeddings, [0], axis=0)
+            keras.layers.Conv1D(1, 1)(tf.ones([1, 3, 2]))
             keras.optimizers.AdamW().exclude_from_weight_decay([model.embed.embeddings])
     import keras_rs
 

@@ -73,7 +73,9 @@ def test_plain_keras_trains_as_without_the_library(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
     logs = [run_script(script, how, timeout=120) for how in ("with", "without")]
-    first, second = ([line for line in log.splitlines() if line.startswith("results")] for log in logs)
+    first, second = (
+        [line for line in log.splitlines() if line.startswith("results")] for log in logs
+    )
     assert first == second != []
 
 

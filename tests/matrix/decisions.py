@@ -74,11 +74,11 @@ DECISIONS = [
     ),
     Decision(
         "by design",
-        ("layers: of tokens",),
+        ("layers: of tokens", "arguments of layers: of tokens"),
         ("hybrid",),
         "Rows that a step does not touch stay as they are, with their momenta.",
         "hybrid.md#what-they-do-with-rows",
-        ("Embedding",),
+        ("Embedding", "Embedding (constrained)", "Embedding (masked)"),
     ),
     Decision(
         "refused",

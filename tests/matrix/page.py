@@ -21,6 +21,7 @@ from tests.matrix.columns import COLUMNS
 
 FAMILIES = {
     "layers": "Layers",
+    "arguments of layers": "Arguments of layers",
     "optimizers": "Optimizers",
     "arguments of optimizers": "Arguments of optimizers",
     "schedules": "Learning rate schedules",
@@ -135,7 +136,8 @@ def summary(found, versions, exempt, today=None):
             if all(one["kind"] == "equal" for one in cells[name].values())
         ]
         if names:
-            named = f"{len(names)} of them." if family == "programs" else f"{', '.join(names)}."
+            is_long = family in ("programs", "arguments of layers")
+            named = f"{len(names)} of them." if is_long else f"{', '.join(names)}."
             equal.append(f"**{title}.** {named}\n")
         for name, reason in exempt.get(family, {}).items():
             not_run.setdefault(reason, []).append(name)

@@ -5,7 +5,8 @@ import importlib
 import keras
 
 _MODULES = (
-    *("data", "programs", "arguments", "optimizers", "values", "losses", "layers", "mixtures"),
+    *("data", "programs", "arguments", "optimizers", "values", "losses", "layers"),
+    *("layer_arguments", "mixtures"),
 )
 
 
