@@ -60,6 +60,8 @@ def _run(request: dict[str, Any], mirror: _Mirror) -> int:
         request["gpus_per_worker"],
     )
     left, kills = LeftProcesses(), KernelKills()
+    # Before the script writes anything, or its first lines would come from what was not started.
+    is_cut = not mirror.say({"started": True})
     process = subprocess.Popen(
         ending_with_parent([sys.executable, *request["argv"]]),
         stdin=subprocess.PIPE if request["has_input"] else subprocess.DEVNULL,
@@ -68,7 +70,7 @@ def _run(request: dict[str, Any], mirror: _Mirror) -> int:
         start_new_session=True,
     )
     left.add(process.pid)
-    launcher, is_cut = _Launcher(), not mirror.say({"started": process.pid})
+    launcher = _Launcher()
     try:
         while (code := exit_code_of(process)) is None and not is_cut:
             is_cut = not (launcher.hear(process) and mirror.send())
