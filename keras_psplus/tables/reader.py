@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import math
@@ -23,6 +24,8 @@ from keras_psplus.tables.versions import Segment, Segments, of_changes, read, sh
 
 # Readings of a list whose files were deleted in the meantime.
 _ATTEMPTS = 5
+# For the version that is being read when Python ends.
+_END_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +133,9 @@ class TableReader:
         self._closed = threading.Event()
         if poll is not None:
             args = weakref.ref(self), self._closed, poll
-            threading.Thread(target=_follow, args=args, name="TableReader", daemon=True).start()
+            thread = threading.Thread(target=_follow, args=args, name="TableReader", daemon=True)
+            thread.start()
+            atexit.register(_end, self._closed, thread)
 
     @property
     def version(self) -> int:
@@ -324,6 +329,12 @@ class TableReader:
                 f"Publish to an empty folder. Received: {problem}"
             )
         return path
+
+
+def _end(closed: threading.Event, thread: threading.Thread) -> None:
+    # Python aborts with a thread that runs TensorFlow's code as it ends.
+    closed.set()
+    thread.join(_END_SECONDS)
 
 
 def _follow(reader: weakref.ref[TableReader], closed: threading.Event, poll: float) -> None:

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 
 import keras
@@ -18,7 +20,7 @@ from keras_psplus.tables import keys as initial_rows
 from keras_psplus.tables import versions
 from keras_psplus.tables.snapshot import Changes
 from keras_psplus.tables.versions import VersionWriter
-from tests.support.jobs import wait_for
+from tests.support.jobs import environment, wait_for
 
 DIM = 2
 SPEC = {
@@ -129,6 +131,31 @@ def test_lookups_have_one_version_while_others_come(tmp_path):
     reader.refresh()
     check(reader, published.rows)
     assert not wrong
+
+
+ENDS = """
+import sys
+import tensorflow as tf
+import keras_psplus as psp
+from keras_psplus.tables.reader import TableReader
+
+def refresh(self):
+    for _ in range(20):
+        tf.function(lambda: tf.zeros([2])).get_concrete_function()
+
+
+TableReader.refresh = refresh
+reader = psp.serving.TableReader(sys.argv[1], poll=1e-4)
+refresh(reader)
+"""
+
+
+@pytest.mark.processes
+def test_a_process_ends_well_while_a_version_is_read(tmp_path):
+    Published(tmp_path / "published").write([1], is_whole=True)
+    # By a new interpreter, which ends as one does.
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "published")]
+    subprocess.run(command, check=True, timeout=120, env=environment())
 
 
 class Killed(BaseException):
