@@ -2,7 +2,7 @@
 
 import keras
 
-from tests.matrix.layers import L, one, program, raw, two
+from tests.matrix.layers import L, one, program, raw, there_and_back, two
 from tests.matrix.training import Bundle, bundle
 
 C, R = keras.constraints, keras.regularizers
@@ -80,15 +80,11 @@ RECIPES = {
             lambda: L.Embedding(30, 4, embeddings_constraint=C.MaxNorm(0.1, axis=1))
         ),
         "Embedding (masked)": lambda x, h: L.LSTM(4)(L.Embedding(30, 4, mask_zero=True)(x)),
-        "ReversibleEmbedding (untied)": lambda x, h: _untied(
+        "ReversibleEmbedding (untied)": lambda x, h: there_and_back(
             L.ReversibleEmbedding(30, 4, tie_weights=False), x
         ),
     },
 }
-
-
-def _untied(table, x):
-    return table(L.Dense(4, "tanh")(table(x)), reverse=True)
 
 
 for _kind, _recipes in RECIPES.items():

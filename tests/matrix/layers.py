@@ -228,11 +228,12 @@ RECIPES["tokens"] |= {
     "HashedCrossing": lambda x, h: L.HashedCrossing(20)((x[:, 0], x[:, 1])),
     "Hashing": raw(lambda: L.Hashing(20)),
     "IntegerLookup": raw(lambda: L.IntegerLookup(vocabulary=list(range(10)))),
-    "ReversibleEmbedding": lambda x, h: _tied(L.ReversibleEmbedding(30, 4), x),
+    "ReversibleEmbedding": lambda x, h: there_and_back(L.ReversibleEmbedding(30, 4), x),
 }
 
 
-def _tied(table, x):
+def there_and_back(table, x):
+    """Logits of a table's own keys, of the rows that it looks up."""
     return table(L.Dense(4, "tanh")(table(x)), reverse=True)
 
 

@@ -183,6 +183,26 @@ def test_masks_count_in_the_whole_batch_or_are_refused():
     assert re.search(r"with what (Identity|EnsureShape) |ReadVariableOp", message), message
 
 
+class Compiled(keras.layers.Dense):
+    """A layer that has XLA compile its call."""
+
+    @tf.function(jit_compile=True)
+    def call(self, x):
+        return super().call(x)
+
+
+def refused_compilation():
+    model = keras.Sequential([keras.Input((2,)), Compiled(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="take the argument off, or read the"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+    return {}
+
+
+def test_what_xla_compiles_reads_no_servers():
+    run("sync_threads", refused_compilation, may_show_errors=True)
+
+
 def test_gradients_are_changed_in_the_optimizer_s_update():
     equals_one_process("sync_threads", halved, in_apply=False)
     run("sync_threads", changed_in_apply, may_show_errors=True)

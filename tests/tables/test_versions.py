@@ -139,6 +139,7 @@ import tensorflow as tf
 import keras_psplus as psp
 from keras_psplus.tables.reader import TableReader
 
+
 def refresh(self):
     for _ in range(20):
         tf.function(lambda: tf.zeros([2])).get_concrete_function()
