@@ -288,13 +288,15 @@ class AllReduceEngine(DistributedEngine):
     @answers("check_finite")
     def _check_finite(self, call: Call) -> tf.Tensor:
         finite = call.proceed()
-        if not tf.distribute.get_replica_context():
+        if not tf.distribute.get_replica_context() or self._is_of_one_replica:
             return finite
         # One replica's overflow must skip the step on all: they would take different branches.
         bad = tf.cast(tf.logical_not(finite), tf.float32)
         return tf.equal(self.strategy.extended.sum_over_replicas([bad])[0], 0.0)
 
     def reduce(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        if self._is_of_one_replica:
+            return [with_shape(gradient, v) for gradient, v in zip(grads, variables)]
         step = MirroredReplicaStep.current()
         if step is not None and step.alone:
             return grads
@@ -312,6 +314,21 @@ class AllReduceEngine(DistributedEngine):
         for i, total in zip(own, sums):
             grads[i] = total
         return grads
+
+    @property
+    def _is_of_one_replica(self) -> bool:
+        """Whether a script takes a step itself, whose gradients are those of all replicas."""
+        world = self.strategy.extended.world
+        if MirroredReplicaStep.current() is not None or world.local_replicas == 1:
+            return False
+        if world.replicas > world.local_replicas:
+            raise RuntimeError(
+                "Of several workers that train several replicas each, gradients are summed in "
+                "replicas alone: the other replicas of this worker would be waited for. Take the "
+                f"step in `strategy.run`. Received: a step outside of it, of {world.replicas} "
+                f"replicas, {world.local_replicas} on this worker"
+            )
+        return True
 
     def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         step = MirroredReplicaStep.current()

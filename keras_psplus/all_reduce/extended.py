@@ -23,6 +23,7 @@ from keras_psplus.all_reduce.topology import group_topology
 from keras_psplus.all_reduce.topology.group_topology import Hops, Levels, Topology
 from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch import batches
+from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.graph.variables import made_outside
 from keras_psplus.core.jobs import failure
 from keras_psplus.tf_internals import (
@@ -185,7 +186,7 @@ class MultiWorkerMirroredExtended(collective_all_reduce_strategy.CollectiveAllRe
         tensors = list(tensors)
         if not tensors:
             return []
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() and current_step() is not None:
             # Eager replicas run one after the other: only a merge_call lets all of them take part.
             return list(distribute_lib.get_replica_context().all_reduce(_SUM, tensors))
         return sum_packed(self.launcher(), tensors)

@@ -15,6 +15,7 @@ from keras_psplus.all_reduce.engine import AllReduceEngine
 from keras_psplus.all_reduce.reducers import with_shape
 from keras_psplus.all_reduce.step.replica_step import MirroredReplicaStep
 from keras_psplus.core.base.optimizers import is_wrapper, iterations_of, optimizers_of
+from keras_psplus.core.batch.replica_step import current_step
 from keras_psplus.core.models import lifted
 from keras_psplus.engine import Call, answers
 from keras_psplus.keras_internals.keras_parts import base_optimizer, ops
@@ -26,8 +27,10 @@ from keras_psplus.sharding.variable import (
     ParameterPart,
     ShareVariable,
     are_in_parts,
+    count_writes,
     in_update,
     on_worker,
+    shares_of,
 )
 from keras_psplus.sharding.weight import PartOfWeight, WholeWeight
 
@@ -165,6 +168,21 @@ class ShardedEngine(AllReduceEngine):
             return super()._restore(event)
 
     # The way of a gradient.
+
+    def apply(self, call: Call) -> Any:
+        optimizer, trained = call.owner, call.get("trainable_variables")
+        if current_step() is not None or is_wrapper(optimizer):
+            return super().apply(call)
+        # A step that a script takes itself: other workers may still read what is there now, and
+        # later reads wait for what it writes.
+        of_step = shares_of(optimizer._trainable_variables if trained is None else trained)
+        if of_step:
+            meet, name = self.strategy.extended.store.meet, optimizer.name
+            _call_in_order(lambda: meet("weights", name), of_step)
+        result = super().apply(call)
+        written = of_step + shares_of(optimizer.variables)
+        _call_in_order(lambda: count_writes(written), written)
+        return result
 
     @property
     def _rank(self) -> int:
@@ -389,3 +407,11 @@ class ShardedEngine(AllReduceEngine):
                 is_later = ops.cast(ops.not_equal(optimizer.iterations, 0), variable.dtype)
                 kept = is_later * optimizer.ema_momentum
                 average._value.assign(kept * average + (1 - kept) * target)
+
+
+def _call_in_order(function: Callable[[], None], variables: Sequence[ShareVariable]) -> None:
+    """Calls a function after earlier reads and writes of some variables in the script."""
+    if tf.executing_eagerly():
+        function()
+    elif variables:
+        tf.py_function(lambda *_: function(), [one.handle for one in variables], [])

@@ -131,7 +131,8 @@ class PartExchange:
         On one link they would hold those up, and gradients take as much memory as all parts.
         """
         last = self._scattered
-        is_here = last is not None and last.graph is framework_ops.get_default_graph()
+        # Eager tensors are of no graph.
+        is_here = getattr(last, "graph", None) is framework_ops.get_default_graph()
         return tf.control_dependencies([last] if is_here else [])
 
     def sum_between(

@@ -21,7 +21,7 @@ from keras_psplus.log import logger
 from keras_psplus.sharding.engine import ShardedEngine
 from keras_psplus.sharding.places import AxisCut, Place
 from keras_psplus.sharding.units import Units
-from keras_psplus.sharding.variable import ShareVariable, in_update
+from keras_psplus.sharding.variable import ShareVariable, count_writes, in_update, shares_of
 from keras_psplus.sharding.weight import PartOfWeight, WeightShare, WholeWeight
 
 if TYPE_CHECKING:
@@ -108,7 +108,10 @@ class WeightSharesEngine(_Shares):
             return super()._change_averages(call)
         # Averages are cut as well: each worker computes with its parts.
         with in_update.raised():
-            return super()._change_averages(call)
+            result = super()._change_averages(call)
+        if tf.executing_eagerly():
+            count_writes(shares_of(optimizer._trainable_variables + optimizer.variables))
+        return result
 
     # A step.
 

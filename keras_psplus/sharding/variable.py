@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -60,7 +60,8 @@ class ShareVariable(WrittenVariable):
         self.number = store.add(
             self, f"shape={tuple(shape)}, dtype={tf.as_dtype(dtype).name}", name
         )
-        # Number of values that the script has given it, as by a file that is loaded.
+        # Number of values that the script has given it, as by a file that is loaded, and of updates
+        # outside of steps.
         self.writes = 0
         unique_id = f"{name}_in_shares_{self.number}"
         super().__init__(trainable, shape, tf.as_dtype(dtype), unique_id, name)
@@ -204,7 +205,7 @@ class ShareVariable(WrittenVariable):
             # Another worker may have to read what is there now: it would get parts of both.
             self._store.meet(f"variable {self.number}", self.name)
         written = getattr(self.written, method)(tf.cast(value, self.dtype), read_value=False)
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() and not in_update:
             self.writes += 1
         return written
 
@@ -222,6 +223,17 @@ def are_in_parts(variables: Sequence[keras.Variable | None]) -> bool:
     """Whether a worker has only a part of one of some variables."""
     values = [variable._value for variable in variables if variable is not None]
     return any(isinstance(v, ShareVariable) and not v.place.is_everywhere for v in values)
+
+
+def shares_of(variables: Iterable[keras.Variable]) -> list[ShareVariable]:
+    """Of some variables, those of which a worker has only a part."""
+    return [variable._value for variable in variables if are_in_parts([variable])]
+
+
+def count_writes(variables: Iterable[ShareVariable]) -> None:
+    """Counts an update outside of steps, in which workers may write unequally often."""
+    for variable in variables:
+        variable.writes += 1
 
 
 class TensorVariable(WrittenVariable):

@@ -64,7 +64,8 @@ class PartOfWeight(ShareVariable):
 
     def _value_of_now(self) -> tf.Tensor:
         """The whole of it when a graph runs."""
-        whole = tf.py_function(lambda: self._store.read(self), [], self.dtype)
+        # By the handle, TensorFlow keeps the order of reads and of updates in the function.
+        whole = tf.py_function(lambda _: self._store.read(self), [self.handle], self.dtype)
         return with_gradient(tf.ensure_shape(whole, self._whole_shape), self)
 
     def _recorded(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:

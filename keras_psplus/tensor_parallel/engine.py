@@ -202,12 +202,15 @@ class ModelParallelEngine(ShardedEngine):
         return [whole if a is not b else s for a, b, s, whole in zip(parts, local, sums, wholes)]
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        if current_step() is None:
-            # A script computes outside of steps with whole weights.
-            grads = self.parts_of_weights(list(grads), list(variables))
+        grads = self._of_script(grads, variables)
         if self.strategy.num_replicas_in_sync == 1:
             return [with_shape(gradient, v) for gradient, v in zip(grads, variables)]
         return AllReduceEngine.reduce(self, optimizer, list(grads), variables)
+
+    def _of_script(self, grads: Gradients, variables: Variables) -> Gradients:
+        """Gradients in parts: outside of steps, a script computes with whole weights."""
+        is_whole = current_step() is None
+        return self.parts_of_weights(list(grads), list(variables)) if is_whole else grads
 
     def _is_part(self, gradient: Any) -> bool:
         return True
@@ -243,6 +246,7 @@ class ModelParallelEngine(ShardedEngine):
         return WholeWeight(weight, self.strategy.extended.group.gather(weight.part.value(), axis))
 
     def accumulate(self, optimizer: Optimizer, grads: list[Any], variables: list[Any]) -> None:
+        grads = self._of_script(grads, variables)
         with in_update.raised():
             super().accumulate(optimizer, grads, variables)
 

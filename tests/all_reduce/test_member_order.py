@@ -31,7 +31,8 @@ def test_places_and_ranks_are_inverse(tasks):
         assert ranks == places == list(range(len(names)))
 
 
-def test_collectives_are_in_rank_order():
+def test_collectives_are_in_rank_order(tmp_path):
     """By the tasks of a cluster of eleven that stand the other way round in TensorFlow."""
-    logs = run_in_processes(JOB, workers=3, timeout=560, env={"CUDA_VISIBLE_DEVICES": ""}).logs
+    options = {"args": [tmp_path], "env": {"CUDA_VISIBLE_DEVICES": ""}}
+    logs = run_in_processes(JOB, workers=3, timeout=560, **options).logs
     assert all("as expected" in log for log in logs.values()), logs

@@ -65,10 +65,10 @@ def _rows(rows=ROWS):
     return numbers(rows, 12), numbers(rows, 2, seed=1)
 
 
-def _mlp(**options):
+def _mlp(optimizer=None, **options):
     layers = [L.Dense(8, "tanh", name="first"), L.Dense(2, name="last")]
     model = keras.Sequential([keras.Input((12,)), *layers], name="mlp")
-    return compiled(model, keras.optimizers.Adam(0.01), "mse", **options)
+    return compiled(model, optimizer or keras.optimizers.Adam(0.01), "mse", **options)
 
 
 @script("programs")
@@ -365,6 +365,43 @@ def eager_gradients_after_fit(scope):
     for place, gradient in enumerate(gradients):
         found[f"gradient/{place}"] = np.asarray(gradient)
     return model, found
+
+
+def _steps_of_script(scope, wrap):
+    """Steps that a script takes itself, of the mean of what the workers compute that run it."""
+    with scope():
+        model, strategy = (
+            _mlp(keras.optimizers.SGD(0.05, momentum=0.9)),
+            tf.distribute.get_strategy(),
+        )
+    task = getattr(strategy, "task", None)
+    is_of_all = task is not None and task.name.startswith("worker")
+    workers = strategy.num_replicas_in_sync if is_of_all else 1
+    model, found = fitted(model, *_rows())
+    x, y = (tf.constant(one) for one in _rows())
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            share = loss / workers
+        gradients = tape.gradient(share, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    step = wrap(step)
+    found["losses"] = np.asarray([step(), step()])
+    return model, found | fitted(model, *_rows(17))[1]
+
+
+@script("programs", makes_scope=True)
+def eager_steps_after_fit(scope):
+    return _steps_of_script(scope, lambda step: step)
+
+
+@script("programs", makes_scope=True)
+def steps_of_own_function_after_fit(scope):
+    """Of which the second call takes another two steps."""
+    return _steps_of_script(scope, lambda step: tf.function(lambda: [step(), step()]))
 
 
 @script("programs", makes_scope=True)

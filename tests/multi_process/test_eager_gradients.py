@@ -1,5 +1,7 @@
 """Gradients outside of `fit`: of inputs and weights, and steps that a script takes itself."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -45,15 +47,61 @@ def of_inputs_and_weights(scope):
 
 
 @makes_scope
-def eager_step(scope):
-    """All workers take a step with the same rows."""
+def steps(scope, in_function, name="adam", overflows=False):
+    """All workers take steps with the same rows, the second one of them each time later."""
+    with scope():
+        one, (x, y) = model(), rows()
+        one.compile(optimizer(name), "mse")
+    one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    strategy = one.distribute_strategy
+    task = getattr(getattr(strategy, "task", None), "name", "")
+    workers = strategy.num_replicas_in_sync if task.startswith("worker") else 1
+    is_late = task == "worker-1"
+    first, last = one.layers
+    factor = tf.Variable(float("inf") if overflows and is_late else 1.0)
+
+    def late(hidden):
+        time.sleep(0.2)
+        return hidden
+
+    def step():
+        with tf.GradientTape() as tape:
+            hidden = first(x)
+            if is_late:
+                with tf.control_dependencies([tf.py_function(late, [hidden], hidden.dtype)]):
+                    hidden = tf.identity(hidden)
+            loss = tf.reduce_mean(tf.square(last(hidden) - y))
+            scaled = one.optimizer.scale_loss(loss / workers) * factor
+        one.optimizer.apply(tape.gradient(scaled, one.trainable_weights), one.trainable_weights)
+        factor.assign(1.0)
+        return loss
+
+    call = tf.function(lambda: [step(), step()]) if in_function else lambda: [step(), step()]
+    return one, {"losses": [call(), call()], "slot": one.optimizer.variables[-1]}
+
+
+def optimizer(name):
+    """Of those whose ways with shares differ."""
+    if name == "accumulated":
+        return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    if name == "scaled":
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+    if name == "muon":
+        return keras.optimizers.Muon(0.01)
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.1, weight_decay=0.01, use_ema=True)
+
+
+@makes_scope
+def refused_step(scope):
     with scope():
         one, (x, y) = model(), rows()
     one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(one(x, training=True) - y))
-    one.optimizer.apply(tape.gradient(loss, one.trainable_weights), one.trainable_weights)
-    return one, {"loss": loss}
+        loss = tf.reduce_mean(tf.square(one(x) - y))
+    gradients = tape.gradient(loss, one.trainable_weights)
+    with pytest.raises(RuntimeError, match="strategy.run.*Received: .* of 4 replicas, 2 on this"):
+        one.optimizer.apply(gradients, one.trainable_weights)
+    return {}
 
 
 @makes_scope
@@ -77,9 +125,29 @@ def test_gradients_of_inputs_and_weights():
     equals_one_process("tp2", of_inputs_and_weights)
 
 
-def test_a_step_of_a_script():
-    """By workers that train one replica: those of several sum what each has computed."""
-    equals_one_process("tp2", eager_step)
+# Adam under the other strategies: tests/matrix.
+@pytest.mark.parametrize(
+    "layout, name, in_function",
+    [
+        ("tp2", "adam", False),
+        ("tp2", "accumulated", True),
+        ("opt2", "adam", False),
+        ("all2", "muon", False),
+        ("devices2", "scaled", True),
+    ],
+)
+def test_steps_of_a_script(layout, name, in_function):
+    equals_one_process(layout, steps, name=name, in_function=in_function)
+
+
+def test_an_overflow_on_one_worker_skips_a_step_of_a_script():
+    found = run("all2", steps, name="scaled", in_function=False, overflows=True)
+    first, second, *_ = np.ravel(found.first["losses"])
+    assert first == second
+
+
+def test_several_replicas_on_several_workers_are_refused():
+    run("ar2x2", refused_step)
 
 
 def test_a_worker_computes_alone():
