@@ -170,13 +170,13 @@ class ShardedEngine(AllReduceEngine):
     # The way of a gradient.
 
     def apply(self, call: Call) -> Any:
-        optimizer, trained = call.owner, call.get("trainable_variables")
-        if current_step() is not None or is_wrapper(optimizer):
+        step, optimizer, trained = current_step(), call.owner, call.get("trainable_variables")
+        if is_wrapper(optimizer) or (step is not None and step.has_batch_fraction):
             return super().apply(call)
-        # A step that a script takes itself: other workers may still read what is there now, and
-        # later reads wait for what it writes.
+        # A step of the script's: nobody else counts it, for reads by other workers.
         of_step = shares_of(optimizer._trainable_variables if trained is None else trained)
-        if of_step:
+        if of_step and step is None:
+            # Nor do other workers take part: they may still read what is there now.
             meet, name = self.strategy.extended.store.meet, optimizer.name
             _call_in_order(lambda: meet("weights", name), of_step)
         result = super().apply(call)

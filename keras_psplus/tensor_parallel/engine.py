@@ -284,9 +284,7 @@ class ShardedModelParallelEngine(ModelParallelEngine):
     # Of a column, as all-reduce's workers with their optimizers' state in shares.
 
     def reduce(self, optimizer: Optimizer, grads: Gradients, variables: Variables) -> list[Any]:
-        if current_step() is None:
-            grads = self.parts_of_weights(list(grads), list(variables))
-        return ShardedEngine.reduce(self, optimizer, grads, variables)
+        return ShardedEngine.reduce(self, optimizer, self._of_script(grads, variables), variables)
 
     update = ShardedEngine.update
     # Where nothing is in pieces, it leaves all as it is.
@@ -309,7 +307,8 @@ class ShardedModelParallelEngine(ModelParallelEngine):
         place, size = self.strategy.extended.group.place, self.strategy.extended.group.size
         weight = cut_of(variable)
         if weight is None:
-            return tf.zeros_like(gradient) if place else gradient
+            # Not zeros of its shape: a row gathers what is used, and so all of it have to use it.
+            return tf.raw_ops.ZerosLike(x=gradient) if place else gradient
         width = gradient.shape[weight.cut.axis]
         around = [[0, 0] for _ in gradient.shape]
         around[weight.cut.axis] = [place * width, (size - 1 - place) * width]

@@ -80,6 +80,52 @@ def steps(scope, in_function, name="adam", overflows=False):
     return one, {"losses": [call(), call()], "slot": one.optimizer.variables[-1]}
 
 
+class LateRate(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that is there after some seconds, so that a worker then changes its weights."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def __call__(self, step):
+        def late():
+            time.sleep(self.seconds)
+            return 0.1
+
+        return tf.ensure_shape(tf.py_function(late, [], tf.float32), [])
+
+
+@makes_scope
+def reads_between_steps(scope, name):
+    """Weights and slots after each step of `strategy.run`, whose updates one worker makes later."""
+    with scope():
+        one, (x, y) = model(), rows()
+        strategy = tf.distribute.get_strategy()
+        task = getattr(getattr(strategy, "task", None), "name", "")
+        rate = LateRate(0.2 if task == "worker-1" else 0.0)
+        kind = keras.optimizers.Muon if name == "muon" else keras.optimizers.SGD
+        by = kind(rate, momentum=0.9)
+        by.build(one.trainable_variables)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        data = strategy.experimental_distribute_dataset(data) if task else data
+
+    @tf.function
+    def step(batch):
+        return strategy.run(replica, batch) if task else replica(*batch)
+
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(one(x, training=True) - y)) / 8
+        by.apply(tape.gradient(loss, one.trainable_weights), one.trainable_weights)
+
+    found = {}
+    for place, batch in enumerate(data):
+        step(batch)
+        for number, variable in enumerate([*one.weights, *by.variables]):
+            found[f"{place}/{number}"] = variable.numpy()
+    return found
+
+
 def optimizer(name):
     """Of those whose ways with shares differ."""
     if name == "accumulated":
@@ -138,6 +184,11 @@ def test_gradients_of_inputs_and_weights():
 )
 def test_steps_of_a_script(layout, name, in_function):
     equals_one_process(layout, steps, name=name, in_function=in_function)
+
+
+@pytest.mark.parametrize("layout", ["all2", "tp2"])
+def test_reads_between_steps_of_a_loop(layout):
+    equals_one_process(layout, reads_between_steps, name="sgd")
 
 
 def test_an_overflow_on_one_worker_skips_a_step_of_a_script():

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.multi_process.test_eager_gradients import reads_between_steps
 from tests.sharding import cases as shares
 from tests.sharding.checks import check_compressed, check_files
 from tests.support.cluster import equals_one_process, reference, run
@@ -130,6 +131,11 @@ def test_units_gather_along_columns_and_meet_along_rows(frees):
 )
 def test_pieces_equal_one_process(layout, name):
     equals_one_process(layout, cases.trained, name=name)
+
+
+def test_steps_of_a_loop_with_owners():
+    """Of what a row gathers at the end of a step, an owner's row uses no more than others do."""
+    equals_one_process("tp4_all", reads_between_steps, name="muon")
 
 
 @pytest.mark.extended
