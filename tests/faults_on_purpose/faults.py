@@ -99,6 +99,22 @@ FAULTS = (
         "value=piece[: finish - begin]",
         ("sharding/test_variables.py", "sharding/test_shares.py"),
     ),
+    Fault(
+        "a step of a script that does not wait",
+        "a worker changes its part of a weight while another one still reads it",
+        "sharding/engine.py",
+        "        if of_step and step is None:\n",
+        "        if of_step and step is False:\n",
+        ("multi_process/test_eager_gradients.py",),
+    ),
+    Fault(
+        "a step of a loop that nobody counts",
+        "a worker that reads after it gets another one's part from before its update",
+        "sharding/engine.py",
+        "_call_in_order(lambda: count_writes(written), written)",
+        "_call_in_order(lambda: count_writes([]), written)",
+        ("multi_process/test_eager_gradients.py",),
+    ),
     # Parameter servers.
     Fault(
         "a mean of means",

@@ -134,6 +134,8 @@ def optimizer(name):
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
     if name == "muon":
         return keras.optimizers.Muon(0.01)
+    if name == "plain":
+        return keras.optimizers.SGD(0.1, momentum=0.9)
     return keras.optimizers.Adam(0.01, global_clipnorm=0.1, weight_decay=0.01, use_ema=True)
 
 
@@ -175,7 +177,7 @@ def test_gradients_of_inputs_and_weights():
 @pytest.mark.parametrize(
     "layout, name, in_function",
     [
-        ("tp2", "adam", False),
+        ("tp2", "plain", False),
         ("tp2", "accumulated", True),
         ("opt2", "adam", False),
         ("all2", "muon", False),
