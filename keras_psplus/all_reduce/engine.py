@@ -255,6 +255,7 @@ class AllReduceEngine(DistributedEngine):
 
     def apply(self, call: Call) -> Any:
         step, optimizer = MirroredReplicaStep.current(), call.owner
+        self._check_step_of_script()
         if step is None or not step.recording:
             # The inner optimizer of a LossScaleOptimizer gets what that has been given.
             return call.proceed()
@@ -318,17 +319,18 @@ class AllReduceEngine(DistributedEngine):
     @property
     def _is_of_one_replica(self) -> bool:
         """Whether a script takes a step itself, whose gradients are those of all replicas."""
+        has_others = self.strategy.extended.world.local_replicas > 1
+        return has_others and MirroredReplicaStep.current() is None
+
+    def _check_step_of_script(self) -> None:
         world = self.strategy.extended.world
-        if MirroredReplicaStep.current() is not None or world.local_replicas == 1:
-            return False
-        if world.replicas > world.local_replicas:
+        if self._is_of_one_replica and world.replicas > world.local_replicas:
             raise RuntimeError(
                 "Of several workers that train several replicas each, gradients are summed in "
                 "replicas alone: the other replicas of this worker would be waited for. Take the "
                 f"step in `strategy.run`. Received: a step outside of it, of {world.replicas} "
                 f"replicas, {world.local_replicas} on this worker"
             )
-        return True
 
     def accumulate(self, optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
         step = MirroredReplicaStep.current()

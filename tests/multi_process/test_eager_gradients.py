@@ -1,13 +1,12 @@
 """Gradients outside of `fit`: of inputs and weights, and steps that a script takes itself."""
 
-import time
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support.cluster import equals_one_process, makes_scope, run
+from tests.support.late import LateRate, after
 
 pytestmark = pytest.mark.processes
 
@@ -60,16 +59,9 @@ def steps(scope, in_function, name="adam", overflows=False):
     first, last = one.layers
     factor = tf.Variable(float("inf") if overflows and is_late else 1.0)
 
-    def late(hidden):
-        time.sleep(0.2)
-        return hidden
-
     def step():
         with tf.GradientTape() as tape:
-            hidden = first(x)
-            if is_late:
-                with tf.control_dependencies([tf.py_function(late, [hidden], hidden.dtype)]):
-                    hidden = tf.identity(hidden)
+            hidden = after(0.2 if is_late else 0.0, first(x))
             loss = tf.reduce_mean(tf.square(last(hidden) - y))
             scaled = one.optimizer.scale_loss(loss / workers) * factor
         one.optimizer.apply(tape.gradient(scaled, one.trainable_weights), one.trainable_weights)
@@ -78,21 +70,6 @@ def steps(scope, in_function, name="adam", overflows=False):
 
     call = tf.function(lambda: [step(), step()]) if in_function else lambda: [step(), step()]
     return one, {"losses": [call(), call()], "slot": one.optimizer.variables[-1]}
-
-
-class LateRate(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate that is there after some seconds, so that a worker then changes its weights."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def __call__(self, step):
-        def late():
-            time.sleep(self.seconds)
-            return 0.1
-
-        return tf.ensure_shape(tf.py_function(late, [], tf.float32), [])
 
 
 @makes_scope

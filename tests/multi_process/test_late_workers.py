@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.cluster import makes_scope, reference, run
+from tests.support.late import LateRate, after
 from tests.support.results import assert_close
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -19,15 +20,6 @@ PLACES = ("forward", "metric", "update", "data", "batch end", "epoch end", "call
 # One worker alone reads, while the other still updates its weights.
 READS = ("weights", "slots", "file")
 LATE = "worker-1"
-
-
-def after(seconds, tensor):
-    """A tensor that is there after some seconds."""
-    if not seconds:
-        return tensor
-    wait = tf.py_function(lambda _: time.sleep(seconds), [tensor], [])
-    with tf.control_dependencies([wait]):
-        return tf.identity(tensor)
 
 
 class LateLayer(keras.layers.Layer):
@@ -40,17 +32,6 @@ class LateLayer(keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "seconds": self.seconds}
-
-
-class LateRate(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __call__(self, step):
-        return after(self.seconds, tf.constant(0.05))
-
-    def get_config(self):
-        return {"seconds": self.seconds}
 
 
 class LateError(keras.metrics.MeanAbsoluteError):
