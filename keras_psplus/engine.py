@@ -261,3 +261,8 @@ class Engine:
     def average(self, optimizer: Optimizer, variables: Variables) -> None:
         """Updates the moving averages of weights."""
         optimizer._update_model_variables_moving_average(variables)
+
+
+def engine_of(strategy: object) -> Engine | None:
+    """Engine of a strategy, or None if the strategy is not this library's."""
+    return getattr(strategy, "engine", None)

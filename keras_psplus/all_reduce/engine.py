@@ -237,7 +237,16 @@ class AllReduceEngine(DistributedEngine):
 
     def _largest(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Scales and histories of float8, which take their gradient's value, of all replicas."""
-        return self.strategy.extended.max_over_replicas(values) if values else []
+        if not values or self._is_of_one_replica:
+            return values
+        return self.strategy.extended.max_over_replicas(values)
+
+    def _with_largest(self, grads: Gradients, variables: Sequence[Any]) -> Gradients:
+        of_all = list(grads)
+        kept = [i for i, g in enumerate(grads) if g is not None and is_overwritten(variables[i])]
+        for i, value in zip(kept, self._largest([grads[i] for i in kept])):
+            of_all[i] = value
+        return of_all
 
     def _can_compress(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether what is summed before `apply` is what the optimizer would sum in it."""
@@ -256,21 +265,22 @@ class AllReduceEngine(DistributedEngine):
     def apply(self, call: Call) -> Any:
         step, optimizer = MirroredReplicaStep.current(), call.owner
         self._check_step_of_script()
-        if step is None or not step.recording:
+        grads, trained = list(call.get("grads")), call.get("trainable_variables")
+        inner = unwrapped(optimizer)
+        if step is None:
+            known = inner._trainable_variables if trained is None else trained
+            return call.proceed(grads=self._with_largest(grads, known))
+        if not step.recording:
             # The inner optimizer of a LossScaleOptimizer gets what that has been given.
             return call.proceed()
-        grads, trained = call.get("grads"), call.get("trainable_variables")
         is_plain = self._can_compress(optimizer)
-        inner = unwrapped(optimizer)
         accumulates = bool(inner.gradient_accumulation_steps)
-        grads, whole = step.tape.take(list(grads), optimizer if is_plain else None, accumulates)
+        grads, whole = step.tape.take(grads, optimizer if is_plain else None, accumulates)
         known = list(inner._trainable_variables if trained is None else trained)
         grads = self.parts_of_weights(grads, known) if self.cuts_weights else grads
         parts = step.zero_if_empty([None if i in whole else g for i, g in enumerate(grads)])
         wholes = [g if i in whole else None for i, g in enumerate(grads)]
-        kept = [i for i, g in enumerate(parts) if g is not None and is_overwritten(known[i])]
-        for i, value in zip(kept, self._largest([parts[i] for i in kept])):
-            parts[i] = value
+        parts = self._with_largest(parts, known)
         if self.updating is not None:
             # They are summed when it is time for an update.
             wholes, whole = self._split(wholes), set()

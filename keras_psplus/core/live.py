@@ -18,7 +18,8 @@ from keras_psplus.cluster.discovery import find
 from keras_psplus.core import plan
 from keras_psplus.core.base import checks
 from keras_psplus.core.base.threads import ThreadFlag
-from keras_psplus.engine import Call, Engine, answers
+from keras_psplus.core.batch.replica_step import current_step
+from keras_psplus.engine import Call, Engine, answers, engine_of
 from keras_psplus.log import info_once
 from keras_psplus.tf_internals import distributed_values, values_util
 
@@ -136,8 +137,22 @@ class OutsideScope(Engine):
         return call.proceed()
 
     def apply(self, call: Call) -> Any:
-        """Refuses an optimizer in a step of a strategy that it was not made for."""
-        checks.refuse_optimizer(call.owner)
+        """Refuses a step in a scope, and one by an optimizer from outside."""
+        optimizer, variables = call.owner, call.get("trainable_variables")
+        if variables is None:
+            variables = getattr(optimizer, "_trainable_variables", ())
+        in_scope = tf.distribute.in_cross_replica_context()
+        if in_scope and engine_of(getattr(optimizer, "_distribution_strategy", None)) is not None:
+            raise ValueError(
+                "An optimizer takes no step in `strategy.scope()`: call `apply` outside of it, or "
+                "in a step (`train_step`, `strategy.run`). "
+                f"Received: optimizer='{optimizer.name}'"
+            )
+        in_replica = not in_scope and engine_of(tf.distribute.get_strategy()) is not None
+        is_of_step = current_step() is not None or in_replica
+        if is_of_step or any(getattr(v, "_made_by", None) is not None for v in variables):
+            checks.refuse_optimizer(optimizer)
+        return call.proceed()
 
     @answers("set_model")
     def _set_model(self, event: Call) -> Any:

@@ -20,7 +20,7 @@ from keras_psplus.core import models
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
 from keras_psplus.core.live import OutsideScope
-from keras_psplus.engine import Call
+from keras_psplus.engine import Call, engine_of
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tables import local
 
@@ -170,11 +170,6 @@ class Hook:
 _outside = OutsideScope()
 
 
-def engine_of(strategy: object) -> Engine | None:
-    """Engine of a strategy, or None if the strategy is not this library's."""
-    return getattr(strategy, "engine", None)
-
-
 def of_model(model: keras.Model | None) -> Engine | None:
     """Engine of a model's strategy; `OutsideScope` for a model that has none."""
     if model is None:
@@ -223,10 +218,11 @@ def _of_strategy(optimizer: Any) -> Engine | None:
 
 
 def of_applied(optimizer: Any) -> Engine | None:
-    """As `of_optimizer`; `OutsideScope` for one of no strategy that a step applies."""
-    if _of_strategy(optimizer) is None and (of_step() is not None or _in_replica()):
+    """As `of_optimizer`; `OutsideScope` for one of no strategy, and in a strategy's scope."""
+    in_step = of_step() is not None or _in_replica()
+    if tf.distribute.in_cross_replica_context() and not in_step:
         return _outside
-    return of_optimizer(optimizer)
+    return (_of_strategy(optimizer) if in_step else of_optimizer(optimizer)) or _outside
 
 
 def of_scope(_: Any = None) -> Engine | None:

@@ -8,10 +8,9 @@ import tensorflow as tf
 
 from keras_psplus.core import data_position, gradient_path, live
 from keras_psplus.core.batch import losses
-from keras_psplus.engine import Call
+from keras_psplus.engine import Call, engine_of
 from keras_psplus.keras_hooks.hook import (
     Hook,
-    engine_of,
     of_applied,
     of_callback,
     of_handed_over,

@@ -130,6 +130,48 @@ def refused_step(scope):
 
 
 @makes_scope
+def steps_that_nobody_would_sum(scope):
+    """By an optimizer that was made outside of the scope, and in the scope."""
+    with scope():
+        one, (x, y) = model(), rows()
+    one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    weights, by = one.trainable_weights, keras.optimizers.SGD(0.1)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(one(x) - y))
+    gradients, before = tape.gradient(loss, weights), one.get_weights()
+    with pytest.raises(ValueError, match=f"'{by.name}' was made outside the strategy's scope"):
+        by.apply(gradients, weights)
+    with scope(), pytest.raises(ValueError, match="takes no step in `strategy.scope.*Received"):
+        one.optimizer.apply(gradients, weights)
+    assert all(map(np.array_equal, one.get_weights(), before))
+    return {}
+
+
+@makes_scope
+def steps_in_float8(scope):
+    """Each worker has rows of its own, and a function: Keras takes no such step eagerly."""
+    with scope():
+        one, (x, y) = model(), rows()
+        one.quantize("float8")
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+    one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    strategy = one.distribute_strategy
+    workers, task = strategy.num_replicas_in_sync, getattr(strategy, "task", None)
+    own = slice(int(task.name[-1]) if task else 0, None, workers)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(one(x[own], training=True) - y[own])) / workers
+        one.optimizer.apply(tape.gradient(loss, one.trainable_weights), one.trainable_weights)
+
+    step()
+    step()
+    scales = [v for v in one.trainable_weights if v.overwrite_with_gradient]
+    return {v.path: v.numpy() for v in scales}
+
+
+@makes_scope
 def by_the_chief_alone(scope):
     """Gradients, and a function as for generation, while the other worker does something else."""
     with scope():
@@ -174,6 +216,21 @@ def test_an_overflow_on_one_worker_skips_a_step_of_a_script():
     found = run("all2", steps, name="scaled", in_function=False, overflows=True)
     first, second, *_ = np.ravel(found.first["losses"])
     assert first == second
+
+
+@pytest.mark.parametrize("layout", ["all2", "devices2"])
+def test_steps_that_nobody_would_sum_are_refused(layout):
+    run(layout, steps_that_nobody_would_sum)
+
+
+@pytest.mark.extended  # Each in a cluster of its own.
+@pytest.mark.parametrize("layout", ["stages2", "async_sharded", "sync_threads", "hybrid1"])
+def test_such_steps_are_refused_by_all(layout):
+    run(layout, steps_that_nobody_would_sum)
+
+
+def test_steps_in_float8():
+    equals_one_process("opt2", steps_in_float8, tolerance=1e-3)
 
 
 def test_several_replicas_on_several_workers_are_refused():
