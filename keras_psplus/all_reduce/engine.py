@@ -191,12 +191,15 @@ class AllReduceEngine(DistributedEngine):
 
     def gradient(self, call: Call) -> Any:
         step = MirroredReplicaStep.current()
-        is_alone = self.strategy.num_replicas_in_sync == 1 or not losses.is_by_variables(call)
-        if step is None or not step.has_batch_fraction or is_alone:
+        if step is None or not step.has_batch_fraction or self.strategy.num_replicas_in_sync == 1:
             return losses.gradient(call)
+        is_of_batch = step.tape.is_of_batch
+        if not losses.is_by_variables(call, is_of_batch):
+            return call.proceed()
         if self._keeps_own_gradients(step):
             return losses.gradient_of_own_mean(call)
-        return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
+        gradients = losses.gradient(call, is_of_batch)
+        return losses.note_gradients(call, gradients, step, step.tape.note, is_of_batch)
 
     @property
     def _steps_alone(self) -> bool:

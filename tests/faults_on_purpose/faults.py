@@ -62,8 +62,8 @@ FAULTS = (
         "a gradient once for each replica",
         "replicas add up gradients of their own means, which are too large by their number",
         "core/batch/losses.py",
-        'lambda t: _seed(step, t), call.get("target"))',
-        'lambda t: tf.ones_like(t), call.get("target"))',
+        "            given[i] = step.scale_by_batch_fraction(seed)\n",
+        "            given[i] = seed\n",
         ("all_reduce/test_replica_step.py", "smoke"),
     ),
     Fault(
@@ -114,6 +114,22 @@ FAULTS = (
         "_call_in_order(lambda: count_writes(written), written)",
         "_call_in_order(lambda: count_writes([]), written)",
         ("multi_process/test_eager_gradients.py",),
+    ),
+    Fault(
+        "a penalty of one replica's gradients",
+        "gradients of gradients do not go back to the rows of the other replicas",
+        "all_reduce/step/replica_step.py",
+        "sums([tensors[i] for i in there])",
+        "[tensors[i] for i in there]",
+        ("multi_process/test_gradients_of_gradients.py",),
+    ),
+    Fault(
+        "rows that a log counts once",
+        "the norm of a table's gradient, taken after the update, is that of joined rows",
+        "core/graph/stand_ins.py",
+        "            if i is None or isinstance(total, tf.IndexedSlices):\n",
+        "            if i is None:\n",
+        ("multi_process/test_gradients_of_gradients.py",),
     ),
     # Parameter servers.
     Fault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from keras_psplus.core.graph.metrics import added
 from keras_psplus.core.graph.stand_ins import Gradient
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import record
 from keras_psplus.tf_internals.composite_variable import own_copy
 from keras_psplus.tf_internals.trace_end import call_at_end
 from keras_psplus.updates import map_values
@@ -68,6 +69,9 @@ class TapedStep(Protocol):
     def graph(self) -> tf.Graph: ...
 
     @property
+    def rank(self) -> int: ...
+
+    @property
     def replicas(self) -> int: ...
 
     @property
@@ -78,6 +82,70 @@ class TapedStep(Protocol):
     def unscale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor: ...
 
     def zero_if_empty(self, tensors: list[Any]) -> list[Any]: ...
+
+
+def _record_sum(call: stand_ins.TapeCall, rank: int, replicas: int) -> None:
+    """Tells outer tapes that a call's gradients are the sums of all replicas' parts.
+
+    A gradient of them, as of their norm, has to go back to the parts of all replicas. What comes
+    back are parts in turn: those of a mean count by the replica's rows.
+    """
+    if not call.parts:
+        return
+    in_rows = [isinstance(part, tf.IndexedSlices) for part in call.parts]
+    parts = [_values(one) for one in call.parts]
+    totals = [_values(one) for one in call.given if one is not None]
+
+    def sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if call.is_eager and call.is_open:
+            _refuse_eager_use(len(tensors))
+        context = tf.distribute.get_replica_context()
+        return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
+
+    def place(i: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """The first row of this replica's among those of all, and their number."""
+        rows = tf.shape(parts[i])[0]
+        (counts,) = sums([tf.one_hot(rank, replicas, rows, 0)])
+        return tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts)
+
+    def of_all(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
+        there = [i for i, one in enumerate(tensors) if one is not None]
+        found = dict(zip(there, sums([tensors[i] for i in there]))) if there else {}
+        return [found.get(i) for i in range(len(tensors))]
+
+    def backward(*grads: tf.Tensor | None) -> list[tf.Tensor | None]:
+        found = of_all(grads)
+        for i, total in enumerate(found):
+            if in_rows[i] and total is not None:
+                first, _ = place(i)
+                found[i] = total[first : first + tf.shape(parts[i])[0]]
+        return found
+
+    def forward(*tangents: tf.Tensor | None) -> list[tf.Tensor | None]:
+        own = list(tangents)
+        for i, tangent in enumerate(tangents):
+            if in_rows[i] and tangent is not None:
+                first, rows = place(i)
+                after = rows - first - tf.shape(parts[i])[0]
+                own[i] = tf.pad(tangent, [[first, after], *[[0, 0]] * (tangent.shape.rank - 1)])
+        return of_all(own)
+
+    record.record_operation(
+        "SumOfGradients", totals, parts, backward_function=backward, forward_function=forward
+    )
+
+
+def _refuse_eager_use(count: int) -> NoReturn:
+    raise ValueError(
+        "With `run_eagerly=True` and `compression` or `updates`, a `train_step` gives what "
+        "`tape.gradient` returns to the optimizer as it is: the sum over the replicas "
+        "cannot be put in its place. Use `run_eagerly=False`. "
+        f"Received: {count} gradient(s) that the tape has not returned"
+    )
+
+
+def _values(gradient: Gradient) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 class SummingEngine(Protocol):
@@ -117,16 +185,26 @@ class TapeGradients:
     ) -> list[Gradient | None]:
         """Stand-ins for the gradients of one call of the tape."""
         self.settle()
-        call = stand_ins.TapeCall(grads, variables)
-        self._calls.append(call)
-        if tf.executing_eagerly() and self._sums_eagerly:
-            # Nothing can be put in a tensor's place later.
-            self._sum(call)
+        with record.stop_recording():
+            call = stand_ins.TapeCall(grads, variables)
+            self._calls.append(call)
+            if tf.executing_eagerly() and self._sums_eagerly:
+                # Nothing can be put in a tensor's place later.
+                self._sum(call)
+        _record_sum(call, self._step.rank, self._step.replicas)
         graph = call.graph
         if graph not in (None, self._step.graph, *self._inner):
             self._inner.append(graph)
             call_at_end(graph, lambda outputs: self._end_inner(graph, outputs))
         return call.given
+
+    def is_of_batch(self, tensor: Any) -> bool:
+        """Whether a tensor is surely computed of the global batch's gradients alone."""
+        if not self._calls or not isinstance(tensor, tf.Tensor):
+            return False
+        return stand_ins.is_made_of(self._calls, tensor) or any(
+            tensor is one for call in self._calls if call.is_eager for one in call.given
+        )
 
     def settle(self) -> None:
         """Sums what something has used by now; before collectives, and at the step's end."""
@@ -142,7 +220,7 @@ class TapeGradients:
             if call.is_open and call.graph is graph and call.is_used(outputs):
                 if self._is_in_loop(call):
                     unscale = self._step.unscale_by_batch_fraction
-                    call.close([map_values(unscale, part) for part in call.parts])
+                    call.close([map_values(unscale, call.parts[i]) for i in call.left])
                     self._of_loops.append(call)
                 else:
                     self._sum(call)
@@ -179,13 +257,13 @@ class TapeGradients:
         for call in self._calls:
             if call.is_open and (call.is_used() or any(call.has_made(one) for one in grads)):
                 self._sum(call, optimizer)
-        closed = [c for c in self._calls if not c.is_open and c not in self._of_loops]
+        summed = [call for call in self._calls if call not in self._of_loops]
         own: list[Gradient | None] = []
         whole: set[int] = set()
         for i, gradient in enumerate(grads):
             part = self._part_of(gradient)
             if part is None and gradient is not None:
-                if stand_ins.is_made_of(closed, gradient):
+                if stand_ins.is_made_of(summed, gradient, summed=True):
                     part, whole = gradient, whole | {i}
                 else:
                     self._check_loops(gradient)
@@ -198,12 +276,7 @@ class TapeGradients:
         changed = [i for i, part in enumerate(parts) if part is None and grads[i] is not None]
         is_eager = any(call.is_eager for call in self._calls)
         if is_eager and changed and not self._sums_eagerly:
-            raise ValueError(
-                "With `run_eagerly=True` and `compression` or `updates`, a `train_step` gives what "
-                "`tape.gradient` returns to the optimizer as it is: the sum over the replicas "
-                "cannot be put in its place. Use `run_eagerly=False`. "
-                f"Received: {len(changed)} gradient(s) that the tape has not returned"
-            )
+            _refuse_eager_use(len(changed))
         for i in changed:
             parts[i] = self._part_of_mean(grads[i])
         if wants_parts or not self._sums_eagerly or not is_eager:
@@ -239,8 +312,9 @@ class TapeGradients:
         outer, self._is_summing = self._is_summing, True
         try:
             with call.graph_context():
-                parts = self._step.zero_if_empty(call.parts)
-                call.close(self._sum_parts(parts, call.variables, optimizer))
+                parts = self._step.zero_if_empty([call.parts[i] for i in call.left])
+                variables = [call.variables[i] for i in call.left]
+                call.close(self._sum_parts(parts, variables, optimizer))
         finally:
             self._is_summing = outer
 

@@ -30,22 +30,39 @@ def scale(call: Call) -> Any:
     return call.proceed() if current_step_with_batch_fraction() is None else call.owner
 
 
-def gradient(call: Call) -> Any:
-    """Gradients by variables of a replica's mean, times its fraction of the batch."""
+def _never(_: Any) -> bool:
+    return False
+
+
+def gradient(call: Call, is_of_batch: Callable[[Any], bool] = _never) -> Any:
+    """Gradients by variables of a replica's mean, times its fraction of the batch.
+
+    Args:
+        is_of_batch: Function of a target; whether it is the same on all replicas, as what is
+            computed of the global batch's gradients.
+    """
     step = current_step_with_batch_fraction()
     # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
     # rule's, as in tf.recompute_grad.
-    if step is None or not is_by_variables(call):
+    if step is None or not is_by_variables(call, is_of_batch):
         return call.proceed()
-    seeds = tf.nest.map_structure(lambda t: _seed(step, t), call.get("target"))
-    return call.proceed(output_gradients=seeds)
+    target, seeds = call.get("target"), call.get("output_gradients")
+    targets = tf.nest.flatten(target)
+    given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
+    for i, one in enumerate(targets):
+        if is_mean(one) or is_of_batch(one):
+            seed = tf.ones_like(one) if given[i] is None else given[i]
+            given[i] = step.scale_by_batch_fraction(seed)
+    return call.proceed(output_gradients=tf.nest.pack_sequence_as(target, given))
 
 
-def is_by_variables(call: Call) -> bool:
-    """Whether a tape is asked for gradients by variables, without seeds of the caller's."""
+def is_by_variables(call: Call, is_of_batch: Callable[[Any], bool] = _never) -> bool:
+    """Whether gradients are by variables, and no link of a chain rule."""
     sources = tf.nest.flatten(call.get("sources"))
-    return call.get("output_gradients") is None and any(
-        isinstance(source, (tf.Variable, Variable)) for source in sources
+    if not any(isinstance(source, (tf.Variable, Variable)) for source in sources):
+        return False
+    return call.get("output_gradients") is None or all(
+        map(is_of_batch, tf.nest.flatten(call.get("target")))
     )
 
 
@@ -61,18 +78,23 @@ def gradient_of_own_mean(call: Call) -> Any:
 
 
 def note_gradients(
-    call: Call, grads: Any, step: ReplicaStep, note: Callable[..., list[Any]]
+    call: Call,
+    grads: Any,
+    step: ReplicaStep,
+    note: Callable[..., list[Any]],
+    is_of_batch: Callable[[Any], bool] = _never,
 ) -> Any:
     """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:
         grads: What the tape has returned, scaled by the batch fraction.
         note: Function of gradients and their variables that returns what stands for them.
+        is_of_batch: As for `gradient`.
     """
     target, sources = call.get("target"), call.get("sources")
     flat, found = tf.nest.flatten(sources), tf.nest.flatten(grads)
     trained = [i for i, one in enumerate(flat) if isinstance(one, (Variable, tf.Variable))]
-    if all(is_mean(one) for one in tf.nest.flatten(target)):
+    if all(is_mean(one) or is_of_batch(one) for one in tf.nest.flatten(target)):
         unscale = step.unscale_by_batch_fraction
         found = [g if i in trained else map_values(unscale, g) for i, g in enumerate(found)]
     given = note([found[i] for i in trained], [flat[i] for i in trained])
@@ -84,10 +106,6 @@ def note_gradients(
 def is_mean(target: Any) -> bool:
     """Whether a tape's target is a mean over rows, not a loss per row."""
     return bool(tf.is_tensor(target) and target.dtype.is_floating and target.shape.rank == 0)
-
-
-def _seed(step: ReplicaStep, target: Any) -> tf.Tensor | None:
-    return step.scale_by_batch_fraction(tf.ones_like(target)) if is_mean(target) else None
 
 
 def reduce_values(call: Call) -> tf.Tensor:

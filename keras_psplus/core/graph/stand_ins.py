@@ -19,6 +19,7 @@ from keras_psplus.tf_internals import (
     framework_ops,
     func_graph,
 )
+from keras_psplus.updates import map_values
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -35,7 +36,7 @@ class TapeCall:
         parts: List of the gradients, without None.
         graph: The graph that the stand-ins are in, None for eager tensors.
         given: List like `grads`, of stand-ins; in eager mode, of copies.
-        is_open: Whether the stand-ins are still in the place of the parts.
+        left: Numbers of the parts whose stand-ins are still in their place, in order.
     """
 
     def __init__(self, grads: Sequence[Gradient | None], variables: Sequence[Any]) -> None:
@@ -44,13 +45,12 @@ class TapeCall:
         self.variables = [variables[i] for i in kept]
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._own = [_stand_in(gradient) for gradient in self.parts]
-        self._tensors = [tensor for one in self._own for tensor in _leaves(one)]
-        self._ops = set() if self.graph is None else {id(tensor.op) for tensor in self._tensors}
+        leaves = [tensor for one in self._own for tensor in _leaves(one)]
+        self._ops = set() if self.graph is None else {id(tensor.op) for tensor in leaves}
         self._places = kept, len(grads)
         # Numbers of the parts that an optimizer has taken, by ids of their variables.
         self._taken: dict[int, int] = {}
-        self._put = 0
-        self.is_open = bool(kept)
+        self.left = [*range(len(kept))]
 
     @property
     def given(self) -> list[Gradient | None]:
@@ -66,8 +66,22 @@ class TapeCall:
         return ", ".join(names[:3]) + (" and others" if names[3:] else "")
 
     @property
+    def is_open(self) -> bool:
+        return bool(self.left)
+
+    @property
     def is_eager(self) -> bool:
         return self.graph is None
+
+    @property
+    def ops_of_sums(self) -> set[int]:
+        """Ids of the operations of stand-ins that sums have taken the place of."""
+        own = [one for i, one in enumerate(self._own) if i not in self.left]
+        return set() if self.is_eager else {id(t.op) for one in own for t in _leaves(one)}
+
+    @property
+    def _tensors(self) -> list[tf.Tensor]:
+        return [tensor for i in self.left for tensor in _leaves(self._own[i])]
 
     def graph_context(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which operations are added where the stand-ins are."""
@@ -89,7 +103,7 @@ class TapeCall:
     def part_of(self, gradient: Gradient | None) -> Gradient | None:
         """The part that a gradient is the stand-in for, or None."""
         for i, (own, part) in enumerate(zip(self._own, self.parts)):
-            if _is_same(own, gradient):
+            if (self.is_eager or i in self.left) and _is_same(own, gradient):
                 if self.graph is not None:
                     # Users of the part may ask whether anything else uses it.
                     _replace(
@@ -145,26 +159,28 @@ class TapeCall:
         return False
 
     def close(self, sums: Sequence[Gradient]) -> None:
-        """Puts sums in the place of all stand-ins."""
-        for i, (own, total) in enumerate(zip(self._own, sums)):
+        """Puts sums in the place of the stand-ins that are left."""
+        for i, total in zip(self.left, sums):
             if self.graph is None:
                 self._own[i] = total
             else:
-                _replace(own, total)
-        self.is_open = False
+                _replace(self._own[i], total)
+        self.left = []
 
     def put_sums(self, variables: Sequence[Any], sums: Sequence[Gradient]) -> None:
         """Puts sums in the place of the stand-ins of parts that an optimizer has taken.
 
-        Sums that are in another graph, as in a branch, are left out.
+        Sums that are in another graph, as in a branch, are left out. So are those of rows, in which
+        none may come twice: in what the tape has, some do.
         """
         for variable, total in zip(variables, sums):
             i = self._taken.get(_identity(variable))
-            if i is not None and all(t.graph is self.graph for t in _leaves(total)):
+            if i is None or isinstance(total, tf.IndexedSlices):
+                continue
+            if total.graph is self.graph:
                 _replace(self._own[i], total)
                 del self._taken[_identity(variable)]
-                self._put += 1
-        self.is_open = self._put < len(self.parts)
+                self.left.remove(i)
 
     @property
     def _is_finished(self) -> bool:
@@ -184,13 +200,17 @@ class TapeCall:
         return op.type == "Identity" and id(op.outputs[0]) in outputs
 
 
-def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None) -> bool:
+def is_made_of(calls: Sequence[TapeCall], gradient: Gradient | None, summed: bool = False) -> bool:
     """Whether a gradient is equal on all replicas, as sums are.
 
     It is if it was computed of those and of nothing that may differ from replica to replica: rows
     of a batch, random numbers, what a function of the graph has done. False where that is not sure.
+
+    Args:
+        summed: Whether only sums count that are already in the place of stand-ins.
     """
-    ends, met = set().union(*(call._ops for call in calls)), set[int]()
+    ends = set().union(*(call.ops_of_sums if summed else call._ops for call in calls))
+    met = set[int]()
     return are_equal_everywhere(_leaves(gradient), ends, met) and bool(met)
 
 
@@ -265,7 +285,7 @@ def sources(gradients: Iterable[Gradient], ends: Collection[int] = ()) -> Iterat
 
 def _stand_in(gradient: Gradient) -> Gradient:
     if tf.executing_eagerly():
-        return gradient
+        return map_values(tf.identity, gradient)
     if isinstance(gradient, tf.IndexedSlices):
         # There are more rows in the sum.
         return tf.IndexedSlices(
