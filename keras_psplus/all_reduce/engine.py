@@ -197,7 +197,8 @@ class AllReduceEngine(DistributedEngine):
         if not losses.is_by_variables(call, is_of_batch):
             return call.proceed()
         if self._keeps_own_gradients(step):
-            return losses.gradient_of_own_mean(call)
+            has_seeds = call.get("output_gradients") is not None
+            return call.proceed() if has_seeds else losses.gradient_of_own_mean(call)
         gradients = losses.gradient(call, is_of_batch)
         return losses.note_gradients(call, gradients, step, step.tape.note, is_of_batch)
 

@@ -35,7 +35,7 @@ class Twice(keras.Model):
         words, y = data
         weights, is_of_dense = self.trainable_variables, self.kind != "norm of rows"
         trained = self.dense.trainable_variables if is_of_dense else weights
-        with tf.GradientTape() as outer:
+        with tf.GradientTape(persistent=True) as outer:
             with tf.GradientTape() as inner:
                 loss = self.compute_loss(words, y, self(words, training=True))
             first = inner.gradient(loss, trained)
@@ -56,6 +56,8 @@ class Twice(keras.Model):
                 0.1 * tf.convert_to_tensor(one) + plain.get(id(v), 0.0)
                 for v, one in zip(weights, second)
             ]
+        elif self.kind == "jacobian":
+            second = outer.jacobian(first[0], weights, experimental_use_pfor=False)
         else:
             second = outer.gradient(total, weights)
         self.optimizer.apply(second, weights)
@@ -97,19 +99,24 @@ def test_gradients_of_gradients(layout, kind):
 
 
 @makes_scope
-def refused_before_the_sums(scope):
-    """Eagerly, compressed sums are made after the gradient of them."""
-    with scope(), swapped(compression="int8"):
-        model = Twice("norm")
-        model.build((None, 4))
-        model.compile(keras.optimizers.SGD(0.5), "mse", run_eagerly=True)
-        with pytest.raises(ValueError, match="Use `run_eagerly=False`. Received: 2 gradient"):
-            model.fit(np.zeros((8, 4), int), np.ones((8, 2)), batch_size=8, verbose=0)
+def refused(scope):
+    """Eagerly, compressed sums are made after the gradient of them; and in loops."""
+    x, y = np.zeros((8, 4), int), np.ones((8, 2))
+    for kind, compression, message in (
+        ("norm", "int8", "Use `run_eagerly=False`. Received: 2 gradient"),
+        ("jacobian", None, "let Python turn.*Received: gradients of those of .*kernel"),
+    ):
+        with scope(), swapped(compression=compression):
+            model = Twice(kind)
+            model.build((None, 4))
+            model.compile(keras.optimizers.SGD(0.5), "mse", run_eagerly=kind == "norm")
+            with pytest.raises(ValueError, match=message):
+                model.fit(x, y, batch_size=8, verbose=0)
     return {}
 
 
-def test_eager_steps_that_cannot_have_sums_are_refused():
-    run("devices2", refused_before_the_sums)
+def test_steps_in_which_gradients_cannot_go_back_are_refused():
+    run("devices2", refused)
 
 
 @pytest.mark.parametrize("kind", ["norm of rows", "along a direction"])

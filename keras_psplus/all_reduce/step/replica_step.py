@@ -84,7 +84,7 @@ class TapedStep(Protocol):
     def zero_if_empty(self, tensors: list[Any]) -> list[Any]: ...
 
 
-def _record_sum(call: stand_ins.TapeCall, rank: int, replicas: int) -> None:
+def _record_sum(call: stand_ins.TapeCall, step: TapedStep) -> None:
     """Tells outer tapes that a call's gradients are the sums of all replicas' parts.
 
     A gradient of them, as of their norm, has to go back to the parts of all replicas. What comes
@@ -99,14 +99,23 @@ def _record_sum(call: stand_ins.TapeCall, rank: int, replicas: int) -> None:
     def sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if call.is_eager and call.is_open:
             _refuse_eager_use(len(tensors))
+        graph = ops.get_default_graph()
+        loops = [stand_ins.loops_around(one, step.graph) for one in (graph, call.graph) if one]
+        if stand_ins.is_without_collectives(graph, step.graph) or loops[0] != loops[-1]:
+            raise ValueError(
+                "Gradients that were taken in a loop of the graph, or in what `tape.jacobian` "
+                "vectorizes, do not go back to the rows of other replicas, as gradients of "
+                "gradients do. Take them outside, or let Python turn: `for _ in range(4):`. "
+                f"Received: gradients of those of {call.describe()}"
+            )
         context = tf.distribute.get_replica_context()
         return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
     def place(i: int) -> tuple[tf.Tensor, tf.Tensor]:
         """The first row of this replica's among those of all, and their number."""
         rows = tf.shape(parts[i])[0]
-        (counts,) = sums([tf.one_hot(rank, replicas, rows, 0)])
-        return tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts)
+        (counts,) = sums([tf.one_hot(step.rank, step.replicas, rows, 0)])
+        return tf.reduce_sum(counts[: step.rank]), tf.reduce_sum(counts)
 
     def of_all(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
         there = [i for i, one in enumerate(tensors) if one is not None]
@@ -191,7 +200,7 @@ class TapeGradients:
             if tf.executing_eagerly() and self._sums_eagerly:
                 # Nothing can be put in a tensor's place later.
                 self._sum(call)
-        _record_sum(call, self._step.rank, self._step.replicas)
+        _record_sum(call, self._step)
         graph = call.graph
         if graph not in (None, self._step.graph, *self._inner):
             self._inner.append(graph)
