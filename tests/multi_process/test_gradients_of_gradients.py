@@ -33,7 +33,7 @@ class Twice(keras.Model):
 
     def train_step(self, data):
         words, y = data
-        weights, is_of_dense = self.trainable_variables, self.kind != "norm of rows"
+        weights, is_of_dense = self.trainable_variables, "rows" not in self.kind
         trained = self.dense.trainable_variables if is_of_dense else weights
         with tf.GradientTape(persistent=True) as outer:
             with tf.GradientTape() as inner:
@@ -41,8 +41,9 @@ class Twice(keras.Model):
             first = inner.gradient(loss, trained)
             total = loss
             if self.kind.startswith("norm"):
-                # Of a table's rows as the tape has them, of which some come twice.
-                total += 0.5 * sum(tf.reduce_sum(tf.square(values(one))) for one in first)
+                # Of a table's rows as the tape has them, some come twice.
+                form = tf.convert_to_tensor if self.kind == "norm of joined rows" else values
+                total += 0.5 * sum(tf.reduce_sum(tf.square(form(one))) for one in first)
             elif self.kind == "inner step":
                 kernel, bias = (v - 0.3 * one for v, one in zip(trained, first))
                 inputs = keras.ops.sum(self.rows(words), axis=1)
@@ -89,6 +90,7 @@ def twice(scope, kind, eagerly=False):
         ("opt2", "along a direction"),
         ("all2", "inner step"),
         pytest.param("tp4", "norm of rows", marks=pytest.mark.extended),
+        pytest.param("hybrid22", "norm of joined rows", marks=pytest.mark.extended),
         pytest.param("hosts", "inner step", marks=pytest.mark.extended),
         pytest.param("ar3", "along a direction", marks=pytest.mark.extended),
         pytest.param("ar3", "inner step", marks=pytest.mark.extended),

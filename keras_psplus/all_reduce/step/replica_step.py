@@ -94,7 +94,8 @@ def _record_sum(call: stand_ins.TapeCall, step: TapedStep) -> None:
         return
     in_rows = [isinstance(part, tf.IndexedSlices) for part in call.parts]
     parts = [_values(one) for one in call.parts]
-    totals = [_values(one) for one in call.given if one is not None]
+    given = [one for one in call.given if one is not None]
+    totals = [_values(one) for one in given]
 
     def sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if call.is_eager and call.is_open:
@@ -111,11 +112,14 @@ def _record_sum(call: stand_ins.TapeCall, step: TapedStep) -> None:
         context = tf.distribute.get_replica_context()
         return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(tensors)))
 
-    def place(i: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """The first row of this replica's among those of all, and their number."""
-        rows = tf.shape(parts[i])[0]
-        (counts,) = sums([tf.one_hot(step.rank, step.replicas, rows, 0)])
-        return tf.reduce_sum(counts[: step.rank]), tf.reduce_sum(counts)
+    def places(i: int) -> Any:
+        """Places of a part's rows in the sum, after those of others or joined."""
+        own, ids = call.parts[i].indices, given[i].indices
+        (counts,) = sums([tf.one_hot(step.rank, step.replicas, tf.size(own), 0)])
+        order = tf.argsort(ids)
+        joined = tf.gather(order, tf.searchsorted(tf.gather(ids, order), own))
+        in_turn = tf.reduce_sum(counts[: step.rank]) + tf.range(tf.size(own))
+        return tf.where(tf.equal(tf.size(ids), tf.reduce_sum(counts)), in_turn, joined)
 
     def of_all(tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor | None]:
         there = [i for i, one in enumerate(tensors) if one is not None]
@@ -126,17 +130,15 @@ def _record_sum(call: stand_ins.TapeCall, step: TapedStep) -> None:
         found = of_all(grads)
         for i, total in enumerate(found):
             if in_rows[i] and total is not None:
-                first, _ = place(i)
-                found[i] = total[first : first + tf.shape(parts[i])[0]]
+                found[i] = tf.gather(total, places(i))
         return found
 
     def forward(*tangents: tf.Tensor | None) -> list[tf.Tensor | None]:
         own = list(tangents)
         for i, tangent in enumerate(tangents):
             if in_rows[i] and tangent is not None:
-                first, rows = place(i)
-                after = rows - first - tf.shape(parts[i])[0]
-                own[i] = tf.pad(tangent, [[first, after], *[[0, 0]] * (tangent.shape.rank - 1)])
+                rows = tf.shape(totals[i])[0]
+                own[i] = tf.math.unsorted_segment_sum(tangent, places(i), rows)
         return of_all(own)
 
     record.record_operation(

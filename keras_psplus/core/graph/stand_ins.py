@@ -41,7 +41,7 @@ class TapeCall:
 
     def __init__(self, grads: Sequence[Gradient | None], variables: Sequence[Any]) -> None:
         kept = [i for i, gradient in enumerate(grads) if gradient is not None]
-        self.parts = [grads[i] for i in kept]
+        self.parts: list[Any] = [grads[i] for i in kept]
         self.variables = [variables[i] for i in kept]
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._own = [_stand_in(gradient) for gradient in self.parts]
