@@ -191,16 +191,13 @@ class AllReduceEngine(DistributedEngine):
 
     def gradient(self, call: Call) -> Any:
         step = MirroredReplicaStep.current()
-        if step is None or not step.has_batch_fraction or self.strategy.num_replicas_in_sync == 1:
+        is_alone = self.strategy.num_replicas_in_sync == 1 or not losses.is_by_variables(call)
+        if step is None or not step.has_batch_fraction or is_alone:
             return losses.gradient(call)
-        is_of_batch = step.tape.is_of_batch
-        if not losses.is_by_variables(call, is_of_batch):
-            return call.proceed()
         if self._keeps_own_gradients(step):
             has_seeds = call.get("output_gradients") is not None
             return call.proceed() if has_seeds else losses.gradient_of_own_mean(call)
-        gradients = losses.gradient(call, is_of_batch)
-        return losses.note_gradients(call, gradients, step, step.tape.note, is_of_batch)
+        return losses.note_gradients(call, losses.gradient(call), step, step.tape.note)
 
     @property
     def _steps_alone(self) -> bool:

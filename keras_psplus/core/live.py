@@ -148,9 +148,7 @@ class OutsideScope(Engine):
                 "in a step (`train_step`, `strategy.run`). "
                 f"Received: optimizer='{optimizer.name}'"
             )
-        in_replica = not in_scope and engine_of(tf.distribute.get_strategy()) is not None
-        is_of_step = current_step() is not None or in_replica
-        if is_of_step or any(getattr(v, "_made_by", None) is not None for v in variables):
+        if in_step() or any(getattr(v, "_made_by", None) is not None for v in variables):
             checks.refuse_optimizer(optimizer)
         return call.proceed()
 
@@ -167,6 +165,14 @@ class OutsideScope(Engine):
         model to see its hyperparameters, before it has looked at its `distribution_strategy`.
         """
         return bool(self.loading) or "keras_tuner" in sys.modules
+
+
+def in_step() -> bool:
+    """Whether this thread is in a step of a strategy of this library."""
+    if current_step() is not None:
+        return True
+    is_ours = engine_of(tf.distribute.get_strategy()) is not None
+    return is_ours and not tf.distribute.in_cross_replica_context()
 
 
 def load(call: Call) -> Any:

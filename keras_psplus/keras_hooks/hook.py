@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_psplus.core import models
 from keras_psplus.core.batch import replica_step
 from keras_psplus.core.graph import compiled_calls
-from keras_psplus.core.live import OutsideScope
+from keras_psplus.core.live import OutsideScope, in_step
 from keras_psplus.engine import Call, engine_of
 from keras_psplus.keras_internals.keras_parts import Variable
 from keras_psplus.tables import local
@@ -219,10 +219,10 @@ def _of_strategy(optimizer: Any) -> Engine | None:
 
 def of_applied(optimizer: Any) -> Engine | None:
     """As `of_optimizer`; `OutsideScope` for one of no strategy, and in a strategy's scope."""
-    in_step = of_step() is not None or _in_replica()
-    if tf.distribute.in_cross_replica_context() and not in_step:
-        return _outside
-    return (_of_strategy(optimizer) if in_step else of_optimizer(optimizer)) or _outside
+    if in_step():
+        return _of_strategy(optimizer) or _outside
+    in_scope = tf.distribute.in_cross_replica_context()
+    return (None if in_scope else of_optimizer(optimizer)) or _outside
 
 
 def of_scope(_: Any = None) -> Engine | None:
@@ -251,10 +251,6 @@ def of_layer_call(_: Any = None) -> Engine | None:
     """As `of_step`; or the engine of a worker's step that XLA compiles parts of."""
     engine, current = of_step(), compiled_calls.current()
     return current[0] if engine is None and current is not None else engine
-
-
-def _in_replica() -> bool:
-    return of_scope() is not None and not tf.distribute.in_cross_replica_context()
 
 
 def of_variables(variables: Sequence[Any] | None) -> Engine | None:

@@ -57,6 +57,13 @@ class Twice(keras.Model):
                 0.1 * tf.convert_to_tensor(one) + plain.get(id(v), 0.0)
                 for v, one in zip(weights, second)
             ]
+        elif self.kind == "forward":
+            primals, tangents = [v.value for v in trained], [tf.ones_like(v) for v in trained]
+            with tf.autodiff.ForwardAccumulator(primals, tangents) as along:
+                with tf.GradientTape() as inner:
+                    loss = self.compute_loss(words, y, self(words, training=True))
+                first = inner.gradient(loss, trained)
+            weights, second = trained, [one + 0.1 * along.jvp(one) for one in first]
         elif self.kind == "jacobian":
             second = outer.jacobian(first[0], weights, experimental_use_pfor=False)
         else:
@@ -87,6 +94,7 @@ def twice(scope, kind, eagerly=False):
     [
         ("ar3", "norm"),
         ("ar3", "norm of rows"),
+        ("ar3", "forward"),
         ("opt2", "along a direction"),
         ("all2", "inner step"),
         pytest.param("tp4", "norm of rows", marks=pytest.mark.extended),

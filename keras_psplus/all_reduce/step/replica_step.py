@@ -22,6 +22,7 @@ from keras_psplus.tf_internals import record
 from keras_psplus.tf_internals.composite_variable import own_copy
 from keras_psplus.tf_internals.trace_end import call_at_end
 from keras_psplus.updates import map_values
+from keras_psplus.updates.base import numbers_of
 
 if TYPE_CHECKING:
     from keras_psplus.all_reduce.extended import MultiWorkerMirroredExtended
@@ -90,12 +91,11 @@ def _record_sum(call: stand_ins.TapeCall, step: TapedStep) -> None:
     A gradient of them, as of their norm, has to go back to the parts of all replicas. What comes
     back are parts in turn: those of a mean count by the replica's rows.
     """
-    if not call.parts:
+    if not call.parts or not record.could_possibly_record():
         return
     in_rows = [isinstance(part, tf.IndexedSlices) for part in call.parts]
-    parts = [_values(one) for one in call.parts]
     given = [one for one in call.given if one is not None]
-    totals = [_values(one) for one in given]
+    parts, totals = numbers_of(call.parts), numbers_of(given)
 
     def sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if call.is_eager and call.is_open:
@@ -153,10 +153,6 @@ def _refuse_eager_use(count: int) -> NoReturn:
         "cannot be put in its place. Use `run_eagerly=False`. "
         f"Received: {count} gradient(s) that the tape has not returned"
     )
-
-
-def _values(gradient: Gradient) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 class SummingEngine(Protocol):
@@ -394,6 +390,9 @@ class MirroredReplicaStep(ReplicaStep):
     @property
     def has_batch_fraction(self) -> bool:
         return self._fraction is not None
+
+    def is_of_batch(self, target: Any) -> bool:
+        return self.tape.is_of_batch(target)
 
     def set_batch_fraction(self, local_rows: tf.Tensor, global_rows: tf.Tensor) -> None:
         self.set_rows(local_rows)

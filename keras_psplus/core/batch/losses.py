@@ -30,40 +30,32 @@ def scale(call: Call) -> Any:
     return call.proceed() if current_step_with_batch_fraction() is None else call.owner
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
-def gradient(call: Call, is_of_batch: Callable[[Any], bool] = _never) -> Any:
-    """Gradients by variables of a replica's mean, times its fraction of the batch.
-
-    Args:
-        is_of_batch: Function of a target; whether it is the same on all replicas, as what is
-            computed of the global batch's gradients.
-    """
+def gradient(call: Call) -> Any:
+    """Gradients by variables of a replica's mean, times its fraction of the batch."""
     step = current_step_with_batch_fraction()
     # Gradients by inputs (of an energy, for a penalty) are a row's own. Given seeds are a chain
     # rule's, as in tf.recompute_grad.
-    if step is None or not is_by_variables(call, is_of_batch):
+    if step is None or not is_by_variables(call):
         return call.proceed()
     target, seeds = call.get("target"), call.get("output_gradients")
     targets = tf.nest.flatten(target)
     given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
     for i, one in enumerate(targets):
-        if is_mean(one) or is_of_batch(one):
+        if is_mean(one) or step.is_of_batch(one):
             seed = tf.ones_like(one) if given[i] is None else given[i]
             given[i] = step.scale_by_batch_fraction(seed)
     return call.proceed(output_gradients=tf.nest.pack_sequence_as(target, given))
 
 
-def is_by_variables(call: Call, is_of_batch: Callable[[Any], bool] = _never) -> bool:
+def is_by_variables(call: Call) -> bool:
     """Whether gradients are by variables, and no link of a chain rule."""
+    step = current_step_with_batch_fraction()
     sources = tf.nest.flatten(call.get("sources"))
     if not any(isinstance(source, (tf.Variable, Variable)) for source in sources):
         return False
-    return call.get("output_gradients") is None or all(
-        map(is_of_batch, tf.nest.flatten(call.get("target")))
-    )
+    if call.get("output_gradients") is None:
+        return True
+    return step is not None and all(map(step.is_of_batch, tf.nest.flatten(call.get("target"))))
 
 
 def gradient_of_own_mean(call: Call) -> Any:
@@ -78,23 +70,18 @@ def gradient_of_own_mean(call: Call) -> Any:
 
 
 def note_gradients(
-    call: Call,
-    grads: Any,
-    step: ReplicaStep,
-    note: Callable[..., list[Any]],
-    is_of_batch: Callable[[Any], bool] = _never,
+    call: Call, grads: Any, step: ReplicaStep, note: Callable[..., list[Any]]
 ) -> Any:
     """Notes a replica's parts of gradients by variables; others belong to single rows.
 
     Args:
         grads: What the tape has returned, scaled by the batch fraction.
         note: Function of gradients and their variables that returns what stands for them.
-        is_of_batch: As for `gradient`.
     """
     target, sources = call.get("target"), call.get("sources")
     flat, found = tf.nest.flatten(sources), tf.nest.flatten(grads)
     trained = [i for i, one in enumerate(flat) if isinstance(one, (Variable, tf.Variable))]
-    if all(is_mean(one) or is_of_batch(one) for one in tf.nest.flatten(target)):
+    if all(is_mean(one) or step.is_of_batch(one) for one in tf.nest.flatten(target)):
         unscale = step.unscale_by_batch_fraction
         found = [g if i in trained else map_values(unscale, g) for i, g in enumerate(found)]
     given = note([found[i] for i in trained], [flat[i] for i in trained])

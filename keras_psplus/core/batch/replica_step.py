@@ -72,6 +72,10 @@ class ReplicaStep:
         """The replica's fraction of the global batch, `local_rows / global_rows`, a scalar."""
         raise NotImplementedError
 
+    def is_of_batch(self, target: Any) -> bool:
+        """Whether a tape's target is known to be the same on all replicas."""
+        return False
+
     def scale_by_batch_fraction(self, value: tf.Tensor) -> tf.Tensor:
         return value * tf.cast(self.batch_fraction(), value.dtype)
 
