@@ -64,6 +64,18 @@ def method(table: int, what: str) -> str:
     return f"{table}/{what}"
 
 
+# Of a dynamic table, servers trace methods of other groups than the first when one is to be called.
+GROUPS = "training", "reads", "changes"
+
+
+def group_of(what: str) -> str:
+    """The group of a dynamic table's method."""
+    if what.startswith(("lookup", "push", "norm", "commit")):
+        return "training"
+    changes = what == "remove" or what.startswith(("insert", "admit", "clear", "put", "set_"))
+    return "changes" if changes else "reads"
+
+
 def readable(name: str) -> str:
     return f"table {name.replace('/', ', ')}" if "/" in name else name
 

@@ -336,6 +336,15 @@ class Servers:
         self.ask_all(what, **arguments)
         self._made.append((what, arguments))
 
+    def serve(self, key: int, group: str) -> None:
+        """Has all servers serve a further group of a table's methods."""
+        try:
+            self.ask_all("serve", key=key, group=group)
+        except TableServerLostError:
+            # One that takes another's place serves all of them.
+            if not self._recovers:
+                raise
+
     def ask_all(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
         answers, errors, waits = [], [], []
         for link in self._control:

@@ -22,6 +22,7 @@ from keras_psplus.hybrid import servers as servers_module
 from keras_psplus.hybrid.server.shard import DynamicShard
 from keras_psplus.hybrid.server.table_server import Folders, TableServer
 from keras_psplus.hybrid.servers import ControlLink, Servers
+from keras_psplus.hybrid.tables.dynamic import DynamicTable
 from keras_psplus.hybrid.tables.table import Table, pull, push
 from keras_psplus.tables import keys
 from keras_psplus.tables.row_optimizer import config_of
@@ -65,9 +66,11 @@ def serving():
     thread = threading.Thread(target=server.serve, args=(ended,))
     thread.start()
     assert server.listens.wait(30)
-    yield server, thread
-    ended.set()
-    thread.join(10)
+    try:
+        yield server, thread
+    finally:
+        ended.set()
+        thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -288,13 +291,30 @@ def test_tables_that_are_not_those_that_were_saved_are_refused(task, table, tmp_
         table.optimizer = None
 
 
+KEYS_SPEC = {"name": "keys", "key": 0, "dim": 2, "kind": "dynamic", "default": "zeros"}
+KEYS_SPEC |= {"admit": None, "expire": [], "initializer": keys.check_initializer("uniform")}
+
+
+def test_methods_are_traced_with_their_group_s_first_call():
+    with serving() as (server, _):
+        servers = Servers(TaskConfig(server._task.cluster, "worker", 0), SECRET, 20, patience=2)
+        servers.greet(AGREED, 1, 20)
+        servers.make("table", spec=KEYS_SPEC)
+        table = DynamicTable(servers, KEYS_SPEC, None, None)
+        found = []
+        for act in (lambda: table.read(0), lambda: table.contents.insert(np.array([5]), [], np.array([1]))):
+            found.append({what for _, what in server._checked_methods})
+            act()
+        assert found[0] == {"lookup", "lookup_training"}
+        assert {"entries", "read0", "changed", "removed"} < found[1]
+        assert not found[1] & {"insert", "admit", "remove", "put0", "clear"}
+        assert table.snapshot().keys.tolist() == [5]
+
+
 @pytest.mark.parametrize("first", ["check_directory", "optimizer"])
 def test_the_first_backup_is_prepared_before_training(first, monkeypatch, tmp_path):
     prepared, server = [], make_server()
     monkeypatch.setattr(DynamicShard, "prepare_capture", lambda shard: prepared.append(asked[-1]))
-    initializer = keys.check_initializer("uniform")
-    spec = {"name": "keys", "key": 0, "dim": 2, "initializer": initializer, "kind": "dynamic"}
-    spec |= {"default": "zeros", "admit": None, "expire": []}
     config = config_of(tf.keras.optimizers.SGD(1.0), None, None, None)
     requests = {
         "check_directory": {"directory": str(tmp_path)},
@@ -302,7 +322,7 @@ def test_the_first_backup_is_prepared_before_training(first, monkeypatch, tmp_pa
     }
     asked = ["hello", "table"]
     server._handle("hello", **NEW, agreed=AGREED, replicas=1)
-    server._handle("table", spec=spec)
+    server._handle("table", spec=KEYS_SPEC)
     for what in sorted(requests, key=lambda what: what != first):
         asked.append(what)
         server._handle(what, **requests[what])

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_psplus.compression import Compressor
 from keras_psplus.files.tables import rows_of
+from keras_psplus.hybrid import calls
 from keras_psplus.hybrid.rows import (
     MESSAGE_BYTES,
     MissingUpdates,
@@ -118,6 +119,11 @@ class TableShard:
         """
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
+
+    @staticmethod
+    def is_served(method: str) -> bool:
+        """Whether a method is served before a worker asks for its group."""
+        return True
 
     def methods(self) -> dict[str, Method]:
         known, makers = self._methods, self._makers()
@@ -355,6 +361,10 @@ class DynamicShard(TableShard):
             )
             self._capturing = freeze, [self._read_part(rows.frozen.read) for rows in every]
         return files.Capture(self.store, key, since, *self._capturing)
+
+    @staticmethod
+    def is_served(method: str) -> bool:
+        return calls.group_of(method) == "training"
 
     def prepare_capture(self) -> None:
         """Traces and executes once what `capture` needs; training would wait for the first one."""

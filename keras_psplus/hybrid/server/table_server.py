@@ -6,6 +6,7 @@ a call that has to be repeated.
 """
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -108,6 +109,8 @@ class TableServer:
         self._first_process = self.nonce
         self._row_key.set(self._first_process)
         self._shards: dict[int, TableShard] = {}
+        # Further groups of a table's methods that workers have asked for.
+        self._groups: set[tuple[int, str]] = set()
         self._files = ServerFiles(self._shards, options)
         self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
         self._requests: queue.SimpleQueue[tuple[str, int, dict[str, Any]]] = queue.SimpleQueue()
@@ -235,6 +238,12 @@ class TableServer:
         self._generation += 1
         return {}
 
+    def _on_serve(self, key: int, group: str) -> dict[str, Any]:
+        if (key, group) not in self._groups:
+            self._groups.add((key, group))
+            self._generation += 1
+        return {}
+
     def _on_assigned(self, key: int, slot: int) -> dict[str, Any]:
         self._assignments[key, slot] += 1
         return {}
@@ -287,6 +296,8 @@ class TableServer:
             self._files.saves_in_training = True
             for what, arguments in made:
                 self._handle(what, **arguments)
+            # Workers have asked the process before.
+            self._groups.update(itertools.product(self._shards, calls.GROUPS))
             self._files.load(**load)
             tables = [(key, stored) for key, stored, _ in load["tables"]]
             self._files.take_up(load["directory"], load["stems"][-1], tables)
@@ -308,7 +319,9 @@ class TableServer:
         methods = {}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
-                methods[calls.method(key, what)] = self._with_key_check(key, what, function)
+                if shard.is_served(what) or (key, calls.group_of(what)) in self._groups:
+                    method = self._with_key_check(key, what, function)
+                    methods[calls.method(key, what)] = method
         # TensorFlow takes a second server of the same text for the first, until that is gone.
         self._starts += 1
         address = _SPELLINGS[self._starts % len(_SPELLINGS)] + self._address

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_psplus.compression import Compressor
-from keras_psplus.hybrid.calls import RpcClient
+from keras_psplus.hybrid.calls import RpcClient, group_of
 from keras_psplus.hybrid.rows import MESSAGE_BYTES, RowCodec
 from keras_psplus.hybrid.servers import Servers
 from keras_psplus.hybrid.tables.embeddings import TableVariable
@@ -55,6 +55,7 @@ class DynamicTable(Table):
         self.constraint = keras.constraints.get(spec.get("constraint"))
         self.regularizer = keras.regularizers.get(spec.get("regularizer"))
         self.contents = Contents(spec, self._parts)
+        self._groups = {"training"}  # Which servers serve.
 
     def split(self, ids: tf.Tensor, *others: tf.Tensor) -> list[tuple[Any, ...]]:
         count = len(self.servers)
@@ -63,6 +64,13 @@ class DynamicTable(Table):
         owners = owners_of(ids, count)
         parts = [ids, *others, tf.range(tf.size(ids))]
         return list(zip(*(tf.dynamic_partition(part, owners, count) for part in parts)))
+
+    def method(self, what: str) -> str:
+        group = group_of(what)
+        if group not in self._groups:
+            self.servers.serve(self.key, group)
+            self._groups.add(group)
+        return super().method(what)
 
     def _parts(self) -> list[_ServerPart]:
         return [_ServerPart(self, *one) for one in enumerate(self.links("whole"))]
