@@ -302,7 +302,10 @@ def test_methods_are_traced_with_their_group_s_first_call():
         servers.make("table", spec=KEYS_SPEC)
         table = DynamicTable(servers, KEYS_SPEC, None, None)
         found = []
-        for act in (lambda: table.read(0), lambda: table.contents.insert(np.array([5]), [], np.array([1]))):
+        for act in (
+            lambda: table.read(0),
+            lambda: table.contents.insert(np.array([5]), [], np.array([1])),
+        ):
             found.append({what for _, what in server._checked_methods})
             act()
         assert found[0] == {"lookup", "lookup_training"}

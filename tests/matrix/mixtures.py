@@ -9,13 +9,15 @@ arguments of `compile` and `fit`, callbacks, and what follows the first `fit`. T
 """
 
 import argparse
+import contextlib
 import random
+import tempfile
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.matrix.columns import COLUMNS
+from tests.matrix.columns import COLUMNS, Column
 from tests.matrix.training import bundle, compiled, integers, numbers
 
 L, R = keras.layers, keras.regularizers
@@ -46,6 +48,29 @@ class Draw:
         return self._random.choice(numbers)
 
 
+@keras.saving.register_keras_serializable("mixtures")
+class AddedLoss(L.Layer):
+    """Adds a loss of each row, averaged, and gives rows as they are."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@keras.saving.register_keras_serializable("mixtures")
+class RunningMean(L.Layer):
+    """Scales rows by a weight, and counts its steps of training."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.steps = self.add_weight(initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+        return x * self.scale
+
+
 def _layer(draw, kind, x):
     """A further layer over vectors."""
     if kind == "dense":
@@ -71,6 +96,22 @@ def _layer(draw, kind, x):
         return keras.Sequential([L.Dense(6, "tanh"), L.Dense(6)])(x)
     if kind == "frozen":
         return L.Dense(7, "tanh", trainable=False)(x)
+    if kind == "adapted":
+        dense = L.Dense(x.shape[-1], "tanh")
+        x = dense(x)
+        dense.enable_lora(2)
+        return x
+    if kind == "spectral":
+        return L.SpectralNormalization(L.Dense(6))(x)
+    if kind == "recurrent":
+        return L.Bidirectional(L.SimpleRNN(3))(L.Reshape((x.shape[-1], 1))(x))
+    if kind == "distributed":
+        parts = L.RepeatVector(3)(x)
+        return L.Flatten()(L.TimeDistributed(L.Dense(2, "tanh"))(parts))
+    if kind == "added":
+        return AddedLoss()(x)
+    if kind == "averaged":
+        return RunningMean()(x)
     if kind == "einsum":
         return L.EinsumDense("ab,bc->ac", output_shape=6, bias_axes="c")(x)
     return L.UnitNormalization()(x)
@@ -78,7 +119,8 @@ def _layer(draw, kind, x):
 
 LAYERS = (
     *("dense", "regularised", "active", "constrained", "normalised", "group", "batch"),
-    *("residual", "shared", "nested", "frozen", "einsum", "unit"),
+    *("residual", "shared", "nested", "frozen", "einsum", "unit", "adapted", "spectral"),
+    *("recurrent", "distributed", "added", "averaged"),
 )
 
 
@@ -182,6 +224,40 @@ def _optimizer(draw):
     return made
 
 
+@keras.saving.register_keras_serializable("mixtures")
+class Own(keras.Model):
+    def train_step(self, data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), weights)
+            scaled = self.optimizer.scale_loss(loss)
+        found = tape.gradient(scaled, self.trainable_variables)
+        self.applied(found)
+        y_pred = self(x, training=False)
+        self._loss_tracker.update_state(loss, tf.shape(keras.tree.flatten(x)[0])[0])
+        return self.compute_metrics(x, y, y_pred, weights)
+
+    def applied(self, found):
+        self.optimizer.apply(found, self.trainable_variables)
+
+
+@keras.saving.register_keras_serializable("mixtures")
+class Clipping(Own):
+    def applied(self, found):
+        clipped = [tf.clip_by_norm(tf.convert_to_tensor(one), 0.1) for one in found]
+        self.optimizer.apply_gradients(zip(clipped, self.trainable_variables))
+
+
+@keras.saving.register_keras_serializable("mixtures")
+class Twice(Own):
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+MODELS = {"own": Own, "clipping": Clipping, "twice": Twice}
+
+
 class Halfway(keras.callbacks.Callback):
     """Changes the learning rate and a weight at the end of an epoch."""
 
@@ -225,8 +301,17 @@ def _fit(draw, place, model, x, y, weights, callbacks, validation):
     batch = draw.number(4, 7, 8)
     options = {"epochs": draw.number(1, 2, 3), "verbose": 0, "shuffle": False}
     options |= {"callbacks": callbacks, "validation_data": validation}
+    if validation is not None and draw.some(f"fit{place}", 0.3, "validation_freq"):
+        options["validation_freq"] = 2
+    if draw.some(f"fit{place}", 0.15, "initial_epoch"):
+        options["initial_epoch"] = 1
+        options["epochs"] += 1
+    if getattr(y, "ndim", 0) == 1 and weights is None and draw.some("fit", 0.4, "class_weight"):
+        options["class_weight"] = {0: 0.5, 1: 1.5, 2: 3.0}
     parts = (x, y) if weights is None else (x, y, weights)
     if kind == "arrays":
+        if validation is None and draw.some(f"fit{place}", 0.3, "validation_split"):
+            options["validation_split"] = 0.3
         return model.fit(x, y, batch_size=batch, sample_weight=weights, **options).history
     if kind == "PyDataset":
         return model.fit(_Batches(parts, batch), **options).history
@@ -246,15 +331,38 @@ def _fit(draw, place, model, x, y, weights, callbacks, validation):
     return model.fit(dataset, **options).history
 
 
+def _options_of_strategy(draw):
+    """Options that change nothing of what all-reduce computes."""
+    kind = draw.one("options", *2 * ["none"], "buckets", "factors", "kept")
+    strategy = tf.distribute.get_strategy()
+    if type(strategy).__name__ != "MultiWorkerMirroredStrategy" or kind == "none":
+        return contextlib.nullcontext()
+    from tests.support.parts import swapped
+
+    if kind == "buckets":
+        return swapped(bucket_bytes=64)
+    if kind == "kept":
+        return swapped(reshard_after_forward=False)
+    is_sharded = strategy._options.get("shard")
+    return contextlib.nullcontext() if is_sharded else swapped(compression="factors")
+
+
 def _program(names):
     seed, *without = names
     draw = Draw(int(seed), set(without))
+    with _options_of_strategy(draw):
+        return _trained(draw)
+
+
+def _trained(draw):
     rows = draw.number(13, 20, 25)
     policy = draw.one("policy", "float32", "float32", "float32", "mixed_bfloat16")
     keras.config.set_dtype_policy(policy)
     kind, inputs, x = _body(draw)
+    vectors = x
     outputs, loss, metrics, y = _heads(draw, x, rows)
-    model = keras.Model(inputs, outputs)
+    kind_of_model = draw.one("step", *4 * ["keras"], *MODELS)
+    model = MODELS.get(kind_of_model, keras.Model)(inputs, outputs)
     keras.config.set_dtype_policy("float32")
     x = _rows(kind, rows)
     options = {draw.one("metrics", "metrics", "weighted_metrics"): metrics}
@@ -280,7 +388,10 @@ def _program(names):
 
     callbacks = _callbacks(draw, validates)
     note("fit", _fit(draw, 0, model, x, y, weights, callbacks, few if validates else None))
-    after = draw.one("then", "nothing", "again", "recompiled", "frozen", "rate", "on batch", "set")
+    after = draw.one(
+        *("then", "nothing", "again", "recompiled", "frozen", "rate", "on batch", "set"),
+        *("saved", "weights file", "cloned", "headed"),
+    )
     if after == "recompiled":
         compiled(model, keras.optimizers.Adam(0.01), loss, **options)
     elif after == "frozen":
@@ -290,6 +401,22 @@ def _program(names):
         model.optimizer.learning_rate = 0.002
     elif after == "set":
         model.set_weights([0.5 * value for value in model.get_weights()])
+    elif after == "saved":
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(f"{folder}/model.keras")
+            model = keras.models.load_model(f"{folder}/model.keras")
+    elif after == "weights file":
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_weights(f"{folder}/all.weights.h5")
+            model.set_weights([0.5 * value for value in model.get_weights()])
+            model.load_weights(f"{folder}/all.weights.h5")
+    elif after == "cloned":
+        own = keras.models.clone_model(model)
+        own.set_weights(model.get_weights())
+        model = compiled(own, keras.optimizers.Adam(0.01), loss, **options)
+    elif after == "headed" and not isinstance(outputs, dict):
+        model = keras.Model(inputs, L.Dense(outputs.shape[-1], "softmax")(vectors))
+        compiled(model, keras.optimizers.RMSprop(0.01), "mse" if y.ndim > 1 else loss)
     if after == "on batch":
         logs = model.train_on_batch(*few, return_dict=True)
         note("batch", logs)
@@ -313,9 +440,12 @@ def main():
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0-20", help="as 3 or 0-20")
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), help="or names of layouts")
     parser.add_argument("--without", nargs="+", default=[], help="choices that are left out")
     options = parser.parse_args()
+    for name in options.columns:
+        if name not in COLUMNS:
+            COLUMNS[name] = Column(name, name, name)
     first, _, last = options.seeds.partition("-")
     for seed in range(int(first), int(last or first) + 1):
         names = (str(seed), *options.without)

@@ -1,7 +1,7 @@
 """Bundles of Keras's names under every strategy.
 
 `make test` runs some cells, so that it has each column and each family, `make test-rest` a
-fifteenth of all, and `make matrix` all, which leaves each outcome in the folder MATRIX, and goes on
+thirtieth of all, and `make matrix` all, which leaves each outcome in the folder MATRIX, and goes on
 from those.
 """
 
@@ -48,7 +48,7 @@ def _marks(place, title, column):
     marks = [pytest.mark.xdist_group(column)]
     if title in TESTED.get(column, ()):
         return marks
-    is_extended = (place + list(COLUMNS).index(column)) % 15 == 0
+    is_extended = (place + list(COLUMNS).index(column)) % 30 == 0
     return [*marks, pytest.mark.extended if is_extended else pytest.mark.matrix]
 
 
