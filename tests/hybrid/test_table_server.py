@@ -314,6 +314,23 @@ def test_methods_are_traced_with_their_group_s_first_call():
         assert table.snapshot().keys.tolist() == [5]
 
 
+def test_a_server_in_another_s_place_serves_all_methods(monkeypatch):
+    server = make_server()
+    for what in ("load", "take_up"):
+        monkeypatch.setattr(server._files, what, lambda *_, **options: None)
+    server._handle(
+        "recover",
+        greeting={**NEW, "agreed": AGREED, "replicas": 1},
+        first_process="the one before",
+        made=[("table", {"spec": KEYS_SPEC})],
+        assigned=[],
+        load={"tables": [], "directory": "", "stems": [""]},
+    )
+    server._restart()
+    served = {what for _, what in server._checked_methods}
+    assert served == server._shards[0].methods().keys()
+
+
 @pytest.mark.parametrize("first", ["check_directory", "optimizer"])
 def test_the_first_backup_is_prepared_before_training(first, monkeypatch, tmp_path):
     prepared, server = [], make_server()
