@@ -76,10 +76,12 @@ def test_files_and_backups_equal_one_process(layout, case, name, tmp_path):
 class AsksForMethods(keras.callbacks.Callback):
     """Has servers begin anew after each step, as for methods of which one is called first."""
 
+    _steps = 0
+
     def on_train_batch_end(self, batch, logs=None):
         table = next(v for v in self.model.variables if "table" in v.path)._value.table
         if tf.distribute.get_strategy().task.is_chief:
-            self._steps = getattr(self, "_steps", 0) + 1
+            self._steps += 1
             table.servers.serve(table.key, f"of step {self._steps}")
 
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tests.matrix.columns import COLUMNS, Column
 from tests.matrix.training import bundle, compiled, integers, numbers
+from tests.support.layouts import LAYOUTS
 
 L, R = keras.layers, keras.regularizers
 TITLE = "mixtures: drawn"
@@ -58,16 +59,16 @@ class AddedLoss(L.Layer):
 
 
 @keras.saving.register_keras_serializable("mixtures")
-class RunningMean(L.Layer):
-    """Scales rows by a weight, and counts its steps of training."""
+class Counting(L.Layer):
+    """Scales rows by a weight, and counts its calls in training."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-        self.steps = self.add_weight(initializer="zeros", trainable=False)
+        self.calls = self.add_weight(initializer="zeros", trainable=False)
 
     def call(self, x, training=False):
         if training:
-            self.steps.assign_add(1.0)
+            self.calls.assign_add(1.0)
         return x * self.scale
 
 
@@ -110,8 +111,8 @@ def _layer(draw, kind, x):
         return L.Flatten()(L.TimeDistributed(L.Dense(2, "tanh"))(parts))
     if kind == "added":
         return AddedLoss()(x)
-    if kind == "averaged":
-        return RunningMean()(x)
+    if kind == "counted":
+        return Counting()(x)
     if kind == "einsum":
         return L.EinsumDense("ab,bc->ac", output_shape=6, bias_axes="c")(x)
     return L.UnitNormalization()(x)
@@ -120,7 +121,7 @@ def _layer(draw, kind, x):
 LAYERS = (
     *("dense", "regularised", "active", "constrained", "normalised", "group", "batch"),
     *("residual", "shared", "nested", "frozen", "einsum", "unit", "adapted", "spectral"),
-    *("recurrent", "distributed", "added", "averaged"),
+    *("recurrent", "distributed", "added", "counted"),
 )
 
 
@@ -255,7 +256,7 @@ class Twice(Own):
         return super().train_step(data)
 
 
-MODELS = {"own": Own, "clipping": Clipping, "twice": Twice}
+MODELS = {"keras": keras.Model, "own": Own, "clipping": Clipping, "twice": Twice}
 
 
 class Halfway(keras.callbacks.Callback):
@@ -361,8 +362,7 @@ def _trained(draw):
     kind, inputs, x = _body(draw)
     vectors = x
     outputs, loss, metrics, y = _heads(draw, x, rows)
-    kind_of_model = draw.one("step", *4 * ["keras"], *MODELS)
-    model = MODELS.get(kind_of_model, keras.Model)(inputs, outputs)
+    model = MODELS[draw.one("step", *3 * ["keras"], *MODELS)](inputs, outputs)
     keras.config.set_dtype_policy("float32")
     x = _rows(kind, rows)
     options = {draw.one("metrics", "metrics", "weighted_metrics"): metrics}
@@ -440,7 +440,7 @@ def main():
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0-20", help="as 3 or 0-20")
-    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), help="or names of layouts")
+    parser.add_argument("--columns", nargs="+", choices=[*COLUMNS, *LAYOUTS], default=list(COLUMNS))
     parser.add_argument("--without", nargs="+", default=[], help="choices that are left out")
     options = parser.parse_args()
     for name in options.columns:

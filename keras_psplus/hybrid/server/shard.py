@@ -71,6 +71,8 @@ class TableShard:
         # Number of steps that were applied.
         self.version = tf.Variable(0, dtype=_LONG, trainable=False)
         self._undo_log: RowUndoLog | None = None
+        # Of methods that are served; workers ask for further ones.
+        self.groups = set(calls.GROUPS)
         self._make_rows(server, servers, keeps_undo_log)
         self._seen = tf.Variable(tf.fill([replicas], tf.constant(-1, _LONG)), trainable=False)
         self.missing_updates = MissingUpdates(replicas, PARTS)
@@ -119,11 +121,6 @@ class TableShard:
         """
         self.optimizer = RowOptimizer(config, self.weights)
         self._optimizer_number, self._first_slot = number, first_slot
-
-    @staticmethod
-    def is_served(method: str) -> bool:
-        """Whether a method is served before a worker asks for its group."""
-        return True
 
     def methods(self) -> dict[str, Method]:
         known, makers = self._methods, self._makers()
@@ -332,6 +329,7 @@ class DynamicShard(TableShard):
 
     def _make_rows(self, server: int, servers: int, keeps_undo_log: bool) -> None:
         self.store = RowStore(self.spec, server, servers)
+        self.groups = {"training"}
         self._capturing: tuple[files.Freeze, list[files.Read]] | None = None
 
     @property
@@ -361,10 +359,6 @@ class DynamicShard(TableShard):
             )
             self._capturing = freeze, [self._read_part(rows.frozen.read) for rows in every]
         return files.Capture(self.store, key, since, *self._capturing)
-
-    @staticmethod
-    def is_served(method: str) -> bool:
-        return calls.group_of(method) == "training"
 
     def prepare_capture(self) -> None:
         """Traces and executes once what `capture` needs; training would wait for the first one."""

@@ -6,7 +6,6 @@ a call that has to be repeated.
 """
 
 import collections
-import itertools
 import json
 import math
 import os
@@ -109,8 +108,6 @@ class TableServer:
         self._first_process = self.nonce
         self._row_key.set(self._first_process)
         self._shards: dict[int, TableShard] = {}
-        # Further groups of a table's methods that workers have asked for.
-        self._groups: set[tuple[int, str]] = set()
         self._files = ServerFiles(self._shards, options)
         self._assignments: collections.Counter[tuple[int, int]] = collections.Counter()
         self._requests: queue.SimpleQueue[tuple[str, int, dict[str, Any]]] = queue.SimpleQueue()
@@ -239,8 +236,9 @@ class TableServer:
         return {}
 
     def _on_serve(self, key: int, group: str) -> dict[str, Any]:
-        if (key, group) not in self._groups:
-            self._groups.add((key, group))
+        groups = self._shards[key].groups
+        if group not in groups:
+            groups.add(group)
             self._generation += 1
         return {}
 
@@ -296,8 +294,8 @@ class TableServer:
             self._files.saves_in_training = True
             for what, arguments in made:
                 self._handle(what, **arguments)
-            # Workers have asked the process before.
-            self._groups.update(itertools.product(self._shards, calls.GROUPS))
+            for shard in self._shards.values():
+                shard.groups.update(calls.GROUPS)  # Workers have asked the process before.
             self._files.load(**load)
             tables = [(key, stored) for key, stored, _ in load["tables"]]
             self._files.take_up(load["directory"], load["stems"][-1], tables)
@@ -319,7 +317,7 @@ class TableServer:
         methods = {}
         for key, shard in self._shards.items():
             for what, function in shard.methods().items():
-                if shard.is_served(what) or (key, calls.group_of(what)) in self._groups:
+                if calls.group_of(what) in shard.groups:
                     method = self._with_key_check(key, what, function)
                     methods[calls.method(key, what)] = method
         # TensorFlow takes a second server of the same text for the first, until that is gone.
