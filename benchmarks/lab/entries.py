@@ -32,8 +32,8 @@ _FURTHER = {
         "no_communication": {"compression": "nothing"},
     },
     "ParameterServerStrategy": {
-        "async_parameter_server_overlap": {"overlap_steps": True},
-        "sync_parameter_server_overlap": {"mode": "sync", "overlap_steps": True},
+        "async_parameter_server_apart": {"overlap_steps": False},
+        "sync_parameter_server_apart": {"mode": "sync", "overlap_steps": False},
     },
     "HybridStrategy": {
         "hybrid_8_steps": {},

@@ -20,13 +20,11 @@ from keras_psplus.parameter_server.pulls import (
     Compressors,
     PulledVariable,
     ShardParts,
-    current_pulls,
     exact_reads_flag,
     parts_of,
     path_of,
 )
 from keras_psplus.parameter_server.state import WorkerStates, read_state
-from keras_psplus.parameter_server.worker_function import writing_states
 from keras_psplus.updates.base import map_values
 
 # Gradients sent by a worker function, compressed and packed.
@@ -90,11 +88,7 @@ class Pushes:
         # The worker's own reading on both sides: other workers go on meanwhile.
         number = functools.cache(lambda: tf.cast(step(), tf.int64))
         gradients = [duplicate_rows.summed_for(owner, gradient) for gradient in gradients]
-        pulls = current_pulls()
-        has_states = compressed and any(map(self._compressors.of_gradient, variables))
-        turn = pulls.turn if pulls is not None and has_states else None
-        with writing_states(turn, tf.nest.flatten(gradients, expand_composites=True)):
-            pushes = self._encode(gradients, variables, names, number, compressed)
+        pushes = self._encode(gradients, variables, names, number, compressed)
         return self._send(pushes, in_turn)
 
     def _encode(

@@ -184,10 +184,6 @@ class Mode(NamedTuple):
         """Maximum number of steps that a worker is ahead of the slowest one."""
         return math.inf if self.max_staleness is None else self.max_staleness
 
-    def window(self, overlaps: bool) -> int:
-        """Maximum number of steps under way on a worker: reading, computing and sending."""
-        return 3 if overlaps and not self.is_sync else 1
-
     def check_workers(self, num_workers: int) -> None:
         if self.backup_workers >= num_workers:
             raise ValueError(
@@ -406,7 +402,7 @@ class StepContext:
         self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Sequence[Any]
     ) -> list[tuple[Any, Any]]:
         # Sums begin to be applied with the first that are whole.
-        in_turn = self.mode.is_sync and self.overlap.is_on
+        in_turn = self.overlap.is_on
         return self.extended.pushes.send(
             grads,
             variables,

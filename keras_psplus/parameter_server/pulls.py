@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -24,7 +23,7 @@ from keras_psplus.core.base.threads import ThreadFlag, ThreadValue
 from keras_psplus.core.batch.replica_step import Key, current_step
 from keras_psplus.core.graph.variables import record_read
 from keras_psplus.parameter_server import traffic, worker_function
-from keras_psplus.parameter_server.worker_function import SMALL_BYTES, ReadLock, writes
+from keras_psplus.parameter_server.worker_function import SMALL_BYTES, writes
 from keras_psplus.tf_internals import auto_control_deps_utils as resource_inputs
 from keras_psplus.tf_internals import control_flow_func_graphs as control_flow
 from keras_psplus.tf_internals import framework_ops as ops
@@ -124,18 +123,9 @@ def raw_read(variable: tf.Variable) -> tf.Tensor:
     return value
 
 
-def read(
-    parts: Sequence[tf.Variable],
-    compressor: Compressor | None,
-    key: Key,
-    in_turn: Callable[[tf.Variable], AbstractContextManager[Any]],
-) -> tf.Tensor:
-    """Brings a variable's value to the worker; `in_turn` makes the context of reading a part."""
-    values = []
-    for part in parts:
-        with in_turn(part):
-            payload = _encode(part, compressor, key)
-        values.append(_decode(payload, part, compressor))
+def read(parts: Sequence[tf.Variable], compressor: Compressor | None, key: Key) -> tf.Tensor:
+    """Brings a variable's value to the worker."""
+    values = [_decode(_encode(part, compressor, key), part, compressor) for part in parts]
     return values[0] if len(parts) == 1 else tf.concat(values, 0)
 
 
@@ -277,9 +267,8 @@ class Pulls:
         together: Iterable[tf.Variable] = (),
         stay: Container[int] = (),
         compressors: Compressors | None = None,
-        turn: ReadLock | None = None,
     ) -> None:
-        self._stay, self.turn = stay, turn
+        self._stay = stay
         self.whole_reads: dict[int, WholeRead] = {}
         self._compressors = compressors
         self._values: dict[tuple[int, int, bool], tf.Tensor] = {}
@@ -345,11 +334,9 @@ class Pulls:
         keys = [key_of(v, compressor) for v, compressor in zip(wanted, compressors)]
         with _in(home), ops.control_dependencies(None), ops.device(None):
             if together:
-                with self._in_turn(variable, home):
-                    values = read_together(wanted, compressors, keys)
+                values = read_together(wanted, compressors, keys)
             else:
-                in_turn = functools.partial(self._in_turn, home=home)
-                values = [read(parts, compressors[0], keys[0], in_turn)]
+                values = [read(parts, compressors[0], keys[0])]
             for other, compressor, value in zip(wanted, compressors, values):
                 of_other = parts if other is variable else [other]
                 self._keep(home, other, of_other, value)
@@ -359,11 +346,6 @@ class Pulls:
             if (counter := traffic.current_counter()) is not None and variable.trainable:
                 counter.timer.note_pull(value)
         return value
-
-    def _in_turn(self, part: tf.Variable, home: tf.Graph) -> contextlib.AbstractContextManager[Any]:
-        if self.turn is None or worker_function.handle_of(part) is not None:
-            return contextlib.nullcontext()
-        return ops.control_dependencies(self.turn.start_on(part.device, home))
 
     def _key(self, graph: tf.Graph, variable: tf.Variable) -> tuple[int, int, bool]:
         return id(graph), id(variable), self.compressor_of(variable) is None

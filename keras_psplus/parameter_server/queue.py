@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from keras_psplus.log import logger
@@ -168,6 +169,11 @@ class WorkerCalls:
             expand_composites=True,
         )
 
+    def run(self, function: Callable[[], object]) -> None:
+        """Runs single operations on the worker."""
+        with tf.device(self.worker.device_name), context.executor_scope(self._executor):
+            function()
+
 
 # Closures: functions that a worker runs, another one if it is lost, and their results.
 
@@ -199,7 +205,10 @@ class Closure:
         on_done: Callable[[Any, Run], object],
     ) -> None:
         self._concrete, self._args, self._on_done = concrete, args, on_done
-        self.about, self.may_overlap = about, False
+        self.about = about
+        # A function's `Turns`, if a worker may begin with another of its steps, and its place.
+        self.turns: Any = None
+        self.place = 0
         self.ticket: Ticket | None = None
         self.home: int | None = None
         self.tried_on: int | None = None
@@ -230,10 +239,20 @@ class Closure:
 
     def run_on(self, calls: WorkerCalls) -> Any:
         """Runs the function; returns its outputs, which are still on the worker."""
-        return calls.call(self._concrete, *self._args)
+        if self.turns is None:
+            return calls.call(self._concrete, *self._args)
+        initial, *others = self._args
+        if not self.place:
+            calls.run(self.turns.reset)
+        placed = tf.constant(np.append(initial.numpy(), self.place))
+        return calls.call(self._concrete, placed, *others)
 
     def commit(self) -> None:
         """Has what it has left on servers count, once its result is with the chief."""
+
+    def may_precede(self, other: Closure) -> bool:
+        """Whether a worker may begin with another one before it is done with this."""
+        return self.place > 0 and self.turns is not None and self.turns is other.turns
 
     def start(self, worker: int) -> int | None:
         """Notes that a worker begins; returns the one that was lost with it."""
@@ -287,6 +306,8 @@ class ClosureQueue:
         ]
         self._running: list[list[Closure]] = [[] for _ in range(num_workers)]
         self._closures: dict[int, Closure] = {}
+        # Those of a worker's last step, and the next one's place.
+        self._turns: list[tuple[Any, int]] = [(None, 0)] * num_workers
         self.lost = set(absent)
         for worker in self.lost:
             clocks.lose(worker)
@@ -335,6 +356,9 @@ class ClosureQueue:
             if self.is_closed:
                 return None
             closure = (self._free or self._waiting[worker]).popleft()
+            turns, place = self._turns[worker]
+            closure.place = place if closure.turns is turns else 0
+            self._turns[worker] = closure.turns, closure.place + 1
             self._running[worker].append(closure)
             lost = closure.start(worker)
             if closure.home is not None and closure.home != worker:
@@ -352,7 +376,7 @@ class ClosureQueue:
         if self.is_pausing or worker in self.lost or not waiting:
             return False
         running = self._running[worker]
-        return not running or (waiting[0].may_overlap and running[0].may_overlap)
+        return not running or running[0].may_precede(waiting[0])
 
     def end(self, closure: Closure, error: BaseException | None = None) -> None:
         with self._lock:
@@ -360,6 +384,7 @@ class ClosureQueue:
             if closure.home is not None:
                 self._clocks.finish(closure.home)
             if error is not None:
+                self._end_turns(closure)
                 closure.fail(error)
                 self.fail(error)
             elif closure.home is not None:
@@ -374,6 +399,7 @@ class ClosureQueue:
     def give_back(self, closure: Closure) -> None:
         """Has any worker run a closure; after an error, ends it."""
         with self._lock:
+            self._end_turns(closure)
             if self.error is not None:
                 self._forget(closure)
                 closure.cancel()
@@ -395,6 +421,14 @@ class ClosureQueue:
             self._do_without(worker)
         self.on_lost(worker)
 
+    def _end_turns(self, closure: Closure) -> None:
+        if closure.tried_on is not None:
+            self._turns[closure.tried_on] = None, 0
+
+    def turns_under_way(self, worker: int) -> Any:
+        with self._lock:
+            return next((closure.turns for closure in self._running[worker]), None)
+
     def retire(self, worker: int) -> None:
         """Gives a worker no more, and waits until it has done what it has."""
         with self._lock:
@@ -407,6 +441,7 @@ class ClosureQueue:
     def _do_without(self, worker: int) -> None:
         self.lost.add(worker)
         self.losses[worker] += 1
+        self._turns[worker] = None, 0
         self._clocks.lose(worker)
         while self._waiting[worker]:
             self._put_for_any(self._waiting[worker].popleft())

@@ -133,9 +133,10 @@ class StepRunner:
         context.functions.add(self)
 
     def _make_functions(self, step: Callable[..., Any]) -> Any:
-        context = self._context
-        overlap = self._is_training and context.overlap.is_on
-        return StepFunctions(context, step, changes_and_logs, self._weights, overlap=overlap)
+        make = functools.partial(
+            StepFunctions, self._context, step, changes_and_logs, self._weights
+        )
+        return {overlap: make(overlap=overlap) for overlap in (False, True)}
 
     def _clear(self) -> None:
         # Of the steps that have been sent since `drain`.
@@ -144,6 +145,8 @@ class StepRunner:
         # Of the last batch whose step has returned, however steps overtake one another: its
         # number, its function, what its logs are computed from, and what it added to the totals.
         self._last: tuple[int, TracedStep, np.ndarray, np.ndarray] | None = None
+        self._returned = 0
+        self._round_began: float | None = None
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._context.progress
@@ -247,7 +250,8 @@ class StepRunner:
     def _submit(self, batches: Batches, element_spec: Any, ticket: Ticket | None) -> None:
         """Sends one closure with a step for each batch; waits if enough are under way."""
         # Batches that workers read stay on the workers, unpacked.
-        step, payload = self._functions(batches, element_spec, join=ticket is None)
+        functions = self._functions[self._is_training and self._context.overlap.is_on]
+        step, payload = functions(batches, element_spec, join=ticket is None)
         totals = self._open(step)
         if step.overwritten:
             self._wait_for_earlier_steps(step.overwritten)
@@ -261,7 +265,7 @@ class StepRunner:
             lambda result, run: self._take_result(number, count, step, result, run),
             describe(batches, number),
             ticket,
-            step.may_overlap,
+            step.turns,
             functools.partial(RowClosure, self._updates_of(step)) if step.tables else Closure,
         )
         self._sent += count
@@ -290,6 +294,7 @@ class StepRunner:
                 if self._known is not None and are_same(step.variables, self._known[0]):
                     _, draws, self._logs = self._known
                 self._totals = ClosureTotals(step.variables, draws)
+                self._round_began = time.monotonic()
             return self._totals
 
     def _wait_for_earlier_steps(self, overwritten: Iterable[ClosureVariable]) -> None:
@@ -345,7 +350,19 @@ class StepRunner:
             if self._totals is not None and self._is_training:
                 self._context.steps_by_worker[run.worker] += count
                 self._context.times.note_run(run, costs, count, step)
+                self._note_round()
         self._add(number, count, step, vector[None], _WHOLE)
+
+    def _note_round(self) -> None:
+        """Notes how long as many steps took as there are workers, each with one."""
+        self._returned += 1
+        if self._returned % self._context.num_workers:
+            return
+        now, before = time.monotonic(), self._round_began
+        self._round_began = now
+        if before is not None:
+            lost = self._context.scheduler.queue.lost
+            self._context.overlap.note(None if lost else now - before)
 
     def _add(
         self, number: int, count: int, step: TracedStep, vectors: np.ndarray, parts: np.ndarray

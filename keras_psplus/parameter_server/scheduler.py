@@ -456,8 +456,15 @@ class Lane:
                 queue.lose(closure, losses)
             else:
                 queue.end(closure, error)
+            self._release_next()
         else:
             queue.end(closure)
+
+    def _release_next(self) -> None:
+        """Lets a step go on that waits for what the failed one has not written."""
+        if (turns := self._queue.turns_under_way(self._worker.index)) is not None:
+            with contextlib.suppress(tf.errors.OpError, RuntimeError):
+                self._calls.run(turns.release)
 
 
 class Scheduler:
@@ -538,19 +545,19 @@ class Scheduler:
         on_done: Callable[[Any, Run], object],
         about: str,
         ticket: Ticket | None = None,
-        may_overlap: bool = False,
+        turns: Any = None,
         make: Callable[..., Closure] = Closure,
     ) -> Closure:
         """Schedules a function once a worker has room for it in its queue.
 
-        The last argument is read by the `ticket`, if workers read the data. With `may_overlap`, a
-        worker may begin with it before it is done with the one before.
+        The last argument is read by the `ticket`, if workers read the data. With `turns`, a
+        worker may begin with it before it is done with the one before, of the same.
         """
-        self._enough = 1 + (self._window if may_overlap else 1)
+        self._enough = 1 + (1 if turns is None else self._window)
         if ticket is None:
             self._wait_until_free()
         closure = make(function, args, about, on_done)
-        closure.ticket, closure.may_overlap = ticket, may_overlap
+        closure.ticket, closure.turns = ticket, turns
         self.queue.raise_error()
         if ticket is None:
             self.queue.choose(closure, self._enough)

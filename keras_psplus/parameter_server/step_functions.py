@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,18 +14,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_psplus.core.batch.replica_step import run_apart
 from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import metrics as metric_logs
 from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.parameter_server.pulls import Pulls, current_pulls
+from keras_psplus.parameter_server.pulls import Pulls, current_pulls, written_by
 from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary, current_counter
 from keras_psplus.parameter_server.worker_function import (
     CHIEF,
+    SMALL_BYTES,
     Batches,
     ClosureVariable,
     JoinedBatches,
-    ReadLock,
     Trace,
     can_be_joined,
     current_trace,
@@ -35,6 +37,7 @@ from keras_psplus.parameter_server.worker_function import (
     unpack,
 )
 from keras_psplus.parameter_server.worker_function import join as join_batches
+from keras_psplus.tf_internals import framework_ops as ops
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
@@ -391,7 +394,7 @@ class TracedStep(NamedTuple):
     tables: list[Any]
     notes: Any
     costs: TrafficSummary
-    may_overlap: bool
+    turns: Turns | None
     replica_step: WorkerReplicaStep | None
     whole_reads: list[WholeRead]
     origin: Any
@@ -405,6 +408,120 @@ class TracedStep(NamedTuple):
     def add_costs(self, vector: Any, totals: TrafficTotals) -> tuple[np.ndarray, int, CallCosts]:
         vector, pending, counts = self.split(vector)
         return vector, pending, totals.add(self.costs, counts)
+
+
+# Overlap of asynchronous steps: a worker reads for its next step while it sends gradients.
+#
+#     worker -> server   | forward |    g3   g2   g1  | forward |
+#     server             |              u3   u2   u1  |
+#     server -> worker   |                w3   w2   w1|            read for the next step
+#
+# 1. For each variable that a step writes to, there are two queues on the worker. Step n takes an
+#    element from queue n % 2 before it uses the variable, and puts one into the other queue when it
+#    has updated it.
+# 2. So the next step, which is under way as well, reads all that this one writes: a gradient lacks
+#    no more updates than without overlap.
+# 3. Step 0, after one of another function or one that failed, waits for nothing, and runs alone.
+
+
+_numbers = itertools.count(1)
+
+
+class Turns:
+    """Queues by which steps of one function that overlap on a worker follow each other.
+
+    Added to the function that is being traced, to what it has used until now. `place` is the
+    number of its step.
+    """
+
+    def __init__(self, prefix: str, place: tf.Tensor) -> None:
+        self._name = f"{prefix}/turns/{next(_numbers)}"
+        uses = _uses_of_written(prefix)
+        self._count = len(uses)
+        place = tf.cast(place, tf.int32)
+        is_odd, waits = place % 2, tf.cast(place > 0, tf.int32)
+        even_and_odd = [1 - is_odd, is_odd]
+        for number, ((device, _), users) in enumerate(uses.items()):
+            with ops.device(None), ops.control_dependencies(None):
+                queues = [self._queue(number, parity) for parity in range(2)]
+                taken = [
+                    _apart(_take(q, waits * count)[0].op) for q, count in zip(queues, even_and_odd)
+                ]
+            with ops.device(device), ops.control_dependencies(taken):
+                # One message for all of them.
+                is_free = _apart(tf.no_op())
+            for user in users:
+                user._add_control_inputs([is_free])
+            with ops.device(device), ops.control_dependencies(users):
+                is_done = _apart(tf.no_op())
+            with ops.device(None), ops.control_dependencies([is_done]):
+                for queue, count in zip(queues, reversed(even_and_odd)):
+                    _apart(_put(queue, tf.zeros([count], tf.int32)))
+            for queue in queues:
+                _apart(queue.op)
+
+    def reset(self) -> None:
+        """Empties the queues on the worker."""
+        for queue in self._queues():
+            _take(queue, tf.raw_ops.QueueSizeV2(handle=queue))
+
+    def release(self) -> None:
+        """Lets the step go on that waits for one that has failed."""
+        for queue in self._queues():
+            _put(queue, tf.zeros([1], tf.int32))
+
+    def _queues(self) -> Iterator[tf.Tensor]:
+        for number in range(self._count):
+            yield from (self._queue(number, parity) for parity in range(2))
+
+    def _queue(self, number: int, parity: int) -> tf.Tensor:
+        name = f"{self._name}/{number}/{parity}"
+        return tf.raw_ops.FIFOQueueV2(component_types=[tf.int32], shapes=[[]], shared_name=name)
+
+
+def _take(queue: tf.Tensor, count: tf.Tensor) -> Any:
+    return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=count, component_types=[tf.int32])
+
+
+def _put(queue: tf.Tensor, elements: tf.Tensor) -> Any:
+    return tf.raw_ops.QueueEnqueueManyV2(handle=queue, components=[elements])
+
+
+def _apart(operation: tf.Operation) -> tf.Operation:
+    run_apart(operation)
+    return operation
+
+
+def _uses_of_written(prefix: str) -> dict[tuple[str | None, int | None], list[tf.Operation]]:
+    """Operations that use what the function being traced writes to, by server and variable.
+
+    Small variables of a server are one, and so are the worker's own states.
+    """
+    graph = ops.get_default_graph()
+    made = graph.get_operations()
+    outside = {id(inside): external for external, inside in graph.captures}
+    written = written_by(made, graph)
+    uses: dict[tuple[str | None, int | None], list[tf.Operation]] = {}
+    for op in made:
+        for tensor in op.inputs:
+            handle = outside.get(id(tensor), tensor)
+            if id(handle) not in written:
+                continue
+            if handle is not tensor and "/job:ps" in handle.device:
+                is_small = _bytes_of(handle) <= SMALL_BYTES
+                uses.setdefault((handle.device, None if is_small else id(handle)), []).append(op)
+            elif handle is tensor and _is_state(tensor.op, prefix):
+                uses.setdefault((None, None), []).append(op)
+    return uses
+
+
+def _bytes_of(handle: tf.Tensor) -> int:
+    (form,) = handle._handle_data.shape_and_type
+    return tf.TensorShape(form.shape).num_elements() * tf.as_dtype(form.dtype).size
+
+
+def _is_state(op: tf.Operation, prefix: str) -> bool:
+    return op.type == "VarHandleOp" and op.get_attr("shared_name").startswith(prefix.encode())
 
 
 class StepFunctions:
@@ -457,13 +574,14 @@ class StepFunctions:
     def _trace(self, spec: Any, batch_spec: Any) -> TracedStep:
         self._context.times.note_tracing()
         stay: set[Any] = set()
+        prefix = self._context.extended.worker_states.prefix
 
         def worker_function(initial: tf.Tensor, payload: Any) -> tuple[tf.Tensor, Any]:
             with (
                 self._make_replica_step(initial) as replica_step,
                 current_trace.being(Trace(initial)) as trace,
                 current_counter.being(TrafficCounter()) as counter,
-                current_pulls.being(self._pulls(stay, counter)) as pulls,
+                current_pulls.being(self._pulls(stay)) as pulls,
             ):
                 self._begin(pulls)
                 batches = separate(payload, batch_spec)
@@ -474,14 +592,16 @@ class StepFunctions:
                 # In the same tensor: each would cost a separate message.
                 vector = tf.concat([vector, trace.pending()], 0)
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
+                # A sum of gradients is read and written from step to step, rows once it has ended.
+                overlaps = self._overlap and not trace.kept and not trace.tables
+                turns = Turns(prefix, initial[-1]) if overlaps else None
             traced[:] = counter, pulls.written_in_loops()
             found.update(
                 variables=trace.variables,
                 overwritten=trace.overwritten(),
                 tables=trace.tables,
                 notes=notes,
-                # A sum of gradients is read and written from step to step.
-                may_overlap=self._overlap and not trace.kept,
+                turns=turns,
                 replica_step=replica_step,
                 whole_reads=list(pulls.whole_reads.values()),
             )
@@ -499,13 +619,8 @@ class StepFunctions:
                 return TracedStep(concrete=concrete, costs=costs, origin=function, **found)
             stay |= written_in_loops
 
-    def _pulls(self, stay: set[Any], counter: TrafficCounter) -> Pulls:
-        """Reads of the function being traced; with overlap, the first ones hold a lock."""
-        extended, turn = self._context.extended, None
-        if self._overlap:
-            turn = ReadLock(extended.worker_states.prefix)
-            counter.timer.at_arrival = turn.end
-        return Pulls(self._weights(), stay, extended.compressors, turn)
+    def _pulls(self, stay: set[Any]) -> Pulls:
+        return Pulls(self._weights(), stay, self._context.extended.compressors)
 
 
 def _with_any_batch_size(leaf: Any) -> Any:

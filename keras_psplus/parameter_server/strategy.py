@@ -115,8 +115,7 @@ def check_overlap(overlap_steps: bool | str, mode: Mode, updates: Updates | None
     """Checks `overlap_steps`; returns a bool, or None if the first steps are to show it."""
     is_ruled_out = mode.backup_workers or updates is not None
     if isinstance(overlap_steps, str) and overlap_steps == "auto":
-        # Asynchronous steps that overlap are less accurate.
-        return None if mode.is_sync and not is_ruled_out else False
+        return False if is_ruled_out else None
     if not isinstance(overlap_steps, (bool, np.bool_)):
         raise ValueError(
             '`overlap_steps` must be "auto", True or False. '
@@ -316,11 +315,10 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
             text such as `"accumulate:4"`; None to read and send at each step.
         stall_warning: Seconds that a closure may take until one line says which one, and what it
             waits for; None for no such line.
-        overlap_steps: Whether a worker's link is used both ways. In `"sync"` mode, a variable is
-            updated once all gradients for it are there, and read for the next step while others
-            are being sent; training is the same, and the servers keep a second copy of what an
-            update writes. In `"async"` mode, a worker has up to three steps under way, with older
-            gradients. `"auto"`: in `"sync"` mode, if steps are measured to be faster so.
+        overlap_steps: Whether a worker's link is used both ways: a variable that is updated is
+            read for the next step while gradients of others are being sent. Training is the same.
+            In `"sync"` mode, the servers keep a second copy of what an update writes. `"auto"`: if
+            steps are measured to be faster so.
         min_workers: With how many of `TF_CONFIG`'s workers training begins; the
             others may come, and all may leave and come back, while it runs. None for the least
             number of `keras-psplus run --workers MIN:MAX`, or all.
@@ -409,11 +407,12 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         self._chief = servers.notifier
         # TensorFlow's `ClusterCoordinator` reads them.
         self._num_workers, self._num_ps = len(spec["worker"]), len(spec["ps"])
-        # One worker's training is that of one process; servers started otherwise have few threads.
-        overlap = overlap if self._num_workers > 1 and self._task is not None else False
+        # One worker has nobody to be synchronous with; servers started otherwise have few threads.
+        if self._mode.is_sync and (self._num_workers == 1 or self._task is None):
+            overlap = False
         # One server's variables stay whole unless they are sure to overlap: Adafactor needs that.
         may_overlap = overlap or (overlap is None and self._num_ps > 1)
-        cuts_finely = self._mode.is_sync and bool(may_overlap)
+        cuts_finely = bool(may_overlap)
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
         )
@@ -434,7 +433,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
             WorkerWatch(spec["worker"], heartbeat_timeout).check_workers,
             members,
             servers.greet,
-            self._mode.window(bool(overlap)),
+            1 if self._mode.is_sync or overlap is False else 2,
             absent,
         )
         self.extended.worker_states.finish_steps = scheduler.join

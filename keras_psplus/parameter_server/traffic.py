@@ -53,8 +53,6 @@ class TransferTimer:
         self.began = self._begin = time_after([])
         self._pulled: list[tf.Tensor] = []
         self._arrivals: dict[str | None, tf.Tensor] = {}
-        # Called with the operation that has all that the function reads first.
-        self.at_arrival: Callable[[tf.Operation], None] | None = None
 
     def note_pull(self, value: tf.Tensor) -> None:
         if ops.get_default_graph() is self._graph:
@@ -99,8 +97,6 @@ class TransferTimer:
             for server, sent in by_server.items() if len(by_server) > 1 else ():
                 here = time_after([self._arrival_of(sent, server)])
                 self._add(Part(READ, server), here - begin)
-            if self.at_arrival is not None:
-                self.at_arrival(arrival)
 
     def _arrival_of(self, values: Iterable[tf.Tensor], server: str | None = None) -> tf.Operation:
         """An operation on the worker that has needed the values themselves.

@@ -112,9 +112,10 @@ def test_workers_that_the_launcher_starts_later(monkeypatch):
 def test_modes_in_which_it_is_measured_whether_steps_overlap():
     sync, asynchronous = check_mode("sync", 0, None), check_mode("async", 0, None)
     assert check_overlap("auto", sync, None) is None
-    assert check_overlap("auto", asynchronous, None) is False
+    assert check_overlap("auto", asynchronous, None) is None
     assert check_overlap("auto", check_mode("sync", 1, None), None) is False
-    assert check_overlap("auto", check_mode("async", 0, 2), None) is False
+    assert check_overlap("auto", check_mode("async", 0, 2), None) is None
+    assert check_overlap("auto", asynchronous, updates.Accumulate(2)) is False
 
 
 # Values are read through compressors that keep all elements.

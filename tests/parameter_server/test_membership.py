@@ -144,6 +144,10 @@ TestComing = Coming.TestCase
 TestComing.settings = few
 
 
+# Of two functions.
+TURNS = object(), object()
+
+
 class Steps(Machine):
     """Each step is done once, by a worker that is there, whatever becomes of the others."""
 
@@ -156,14 +160,14 @@ class Steps(Machine):
 
     @rule(
         home=st.sampled_from(["free", "chosen", *PAIR]),
-        may_overlap=st.sampled_from([True, True, False]),
+        turns=st.sampled_from([*TURNS, TURNS[0], None]),
         count=st.integers(1, 3),
     )
-    def put(self, home, may_overlap, count):
+    def put(self, home, turns, count):
         for _ in range(count):
             self.count += 1
             closure = Closure(None, (), f"batch {self.count}", lambda result, run: None)
-            closure.may_overlap = may_overlap
+            closure.turns = turns
             self.put_one(closure, home)
 
     def put_one(self, closure, home):
@@ -185,7 +189,11 @@ class Steps(Machine):
             closure = self.queue.take(worker)
             assert closure not in self.running and closure not in self.over
             assert closure.tried_on == worker
-            assert all(one.may_overlap for one in [closure, *others]) or not others
+            for other in others:
+                # It has followed another, and this one is next.
+                assert other.turns is closure.turns is not None and other.place > 0
+            if others:
+                assert closure.place == 1 + max(one.place for one in others)
             self.running[closure] = self.queue.losses[worker]
 
     @rule(worker=st.sampled_from(PAIR))

@@ -4,13 +4,20 @@ import os
 import queue as queues
 import threading
 import types
+from unittest import mock
 
 import pytest
 import tensorflow as tf
 
 from keras_psplus.cluster.config import ClusterStartupError
 from keras_psplus.parameter_server import scheduler, worker_function
-from keras_psplus.parameter_server.queue import Clocks, Closure, ClosureQueue, RemoteWorker
+from keras_psplus.parameter_server.queue import (
+    Clocks,
+    Closure,
+    ClosureQueue,
+    RemoteWorker,
+    WorkerCalls,
+)
 from keras_psplus.parameter_server.scheduler import Lane, Members, Reconnection, update
 from tests.support.tables import for_each
 
@@ -140,22 +147,47 @@ def test_an_error_cancels_the_others_and_the_queue_goes_on(queue):
     assert after.get() == "result"
 
 
-def test_closures_overlap_that_may(queue):
-    alone, *pair = closures = [Scripted() for _ in range(3)]
-    for closure in closures:
-        closure.may_overlap = closure is not alone
-        closure.may_end = threading.Event()
-        queue.put(closure, 0)
+def test_steps_of_one_function_overlap(queue):
+    """After a first one; those of another function, or without turns, begin when they are over."""
+    turns, others = mock.Mock(), mock.Mock()
+    groups = [[None], [turns], [turns, turns], [others], [None], [None]]
+    closures = [[Scripted() for _ in group] for group in groups]
+    for group, of_group in zip(groups, closures):
+        for its, closure in zip(group, of_group):
+            closure.turns, closure.may_end = its, threading.Event()
+            queue.put(closure, 0)
     worker = RemoteWorker(0)
     for _ in range(3):
         Lane(worker, queue)
-    assert alone.begun.wait(SECONDS)
-    assert not any(closure.begun.wait(0.1) for closure in pair)
-    alone.may_end.set()
-    assert all(closure.begun.wait(SECONDS) for closure in pair)
-    for closure in pair:
-        closure.may_end.set()
-        assert closure.get() == "result"
+    for group, after in zip(closures, [*closures[1:], []]):
+        assert all(closure.begun.wait(SECONDS) for closure in group)
+        assert not any(closure.begun.wait(0.1) for closure in after)
+        for closure in group:
+            closure.may_end.set()
+            assert closure.get() == "result"
+    assert [closure.place for group in closures[1:4] for closure in group] == [0, 1, 2, 0]
+
+
+def test_a_failed_step_lets_the_next_one_go_on(queue):
+    turns = mock.Mock()
+    closures = [Scripted(), Scripted(SERVER), Scripted(), Scripted()]
+    for closure in closures:
+        closure.turns = turns
+        queue.put(closure, 0)
+    _, failing, waiting, after = closures
+    failing.may_end, waiting.may_end = threading.Event(), threading.Event()
+    worker = RemoteWorker(0)
+    with mock.patch.object(WorkerCalls, "run", lambda self, function: function()):
+        for _ in range(2):
+            Lane(worker, queue)
+        assert failing.begun.wait(SECONDS) and waiting.begun.wait(SECONDS)
+        assert not turns.release.called
+        turns.release.side_effect = waiting.may_end.set
+        failing.may_end.set()
+        for closure in closures:
+            assert closure.get() == "result"
+    # The failed one begins anew, alone, when the one that it let go on is over.
+    assert failing.place == 0 and {waiting.place, after.place} == {1, 2}
 
 
 def test_a_worker_is_taken_back_between_closures(queue, updates, silent):

@@ -1,5 +1,7 @@
 """Steps of two workers in each mode: all count, late ones are dropped, errors are the script's."""
 
+import contextlib
+import functools
 import re
 import threading
 import time
@@ -12,9 +14,11 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
+from keras_psplus.parameter_server import context
+from keras_psplus.parameter_server.queue import Closure
 from keras_psplus.parameter_server.scheduler import Scheduler
 from tests.parameter_server.options import options
-from tests.support.cluster import run
+from tests.support.cluster import equals_one_process, run
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.processes
@@ -315,9 +319,87 @@ def an_error_does_not_hold_up_the_next_training(strategy):
     assert threading.active_count() < before + 10
 
 
+def a_step_that_fails_does_not_hold_up_the_next(strategy):
+    """It goes on, and the failed one is run anew, as often as a server does not answer."""
+    queue, failed = strategy._context.scheduler.queue, []
+    run_on = Closure.run_on
+
+    def failing(closure, calls):
+        running = queue._running[calls.worker.index]
+        if closure.place == 2 and len(failed) < 2:
+            failed.append(closure)
+            with queue.changed:
+                assert queue.changed.wait_for(lambda: len(running) > 1, 20)
+            time.sleep(0.3)  # for the next one to wait on its worker; or else it goes on at once
+            raise tf.errors.UnavailableError(
+                None, None, "GRPC error information from remote target /job:ps/replica:0/task:0"
+            )
+        return run_on(closure, calls)
+
+    with options(strategy, overlap=True), mock.patch.object(Closure, "run_on", failing):
+        model = made(strategy)
+        model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
+    assert failed and int(model.optimizer.iterations.numpy()) == 3 * BATCHES
+
+
+class Counted(keras.Model):
+    """Large weights whose values are how many updates were made, and by how many a step is late."""
+
+    def __init__(self):
+        super().__init__()
+        make = functools.partial(self.add_weight, shape=(100, 100), initializer="zeros")
+        self.kernels = [make(name=f"kernel_{i}") for i in range(4)]
+        self.lacking = [keras.metrics.Mean(name=f"lacking_{i}") for i in range(4)]
+
+    @property
+    def metrics(self):
+        return self.lacking
+
+    def call(self, inputs):
+        return inputs
+
+    def train_step(self, data):
+        read = [tf.reduce_min(kernel.value) for kernel in self.kernels]
+        one = 1 + 0 * tf.add_n(read)
+        self.optimizer.apply([one * tf.ones((100, 100)) for _ in read], self.kernels)
+        for metric, kernel, before in zip(self.lacking, self.kernels, read):
+            metric.update_state(tf.reduce_max(kernel.value) - before - 1)
+        return {metric.name: metric.result() for metric in self.lacking}
+
+
+def gradients_lack_no_more_updates_than_without_overlap(strategy):
+    """Between a worker's read and its update there is, on average, one of the other worker's."""
+    with options(strategy, overlap=True):
+        with strategy.scope():
+            model = Counted()
+            model.compile(keras.optimizers.SGD(-1.0))
+        history = model.fit(x, batch_size=2, epochs=2, verbose=0).history
+    assert all(kernel.value.numpy().min() == 2 * len(x) / 2 for kernel in model.kernels)
+    # Some, or the two workers have waited for each other.
+    assert all(0 < mean <= 1 for means in history.values() for mean in means), history
+
+
+def whether_steps_overlap_is_measured(strategy):
+    part, least = (mock.patch.object(context, name, 0) for name in ("_PART", "_BYTES"))
+    begun = []
+
+    class Looking(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            begun.append(strategy.overlaps_steps)
+
+    with options(strategy, overlap=None), part, least:
+        model = made(strategy)
+        model.fit(x, y, batch_size=2, epochs=2, verbose=0, callbacks=[Looking()])
+        assert int(model.optimizer.iterations.numpy()) == len(begun) == len(x)
+    assert not begun[0] and any(begun)
+
+
 @pytest.mark.parametrize(
     "case",
     [
+        gradients_lack_no_more_updates_than_without_overlap,
+        whether_steps_overlap_is_measured,
+        a_step_that_fails_does_not_hold_up_the_next,
         sums_of_gradients_do_not_overlap,
         residuals_of_overlapping_steps_are_kept,
         an_error_does_not_hold_up_the_next_training,
@@ -327,6 +409,36 @@ def an_error_does_not_hold_up_the_next_training(strategy):
 )
 def test_asynchronous_steps_that_overlap(case):
     run("async22", case)
+
+
+def one_worker(strategy, optimizer):
+    """Rows of a table, small and large variables, averages of batches, and a schedule."""
+    ids = np.random.default_rng(1).integers(0, 500, (len(x), 3))
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        rows, rest = keras.Input((3,), dtype="int64"), keras.Input((200,))
+        found = keras.layers.Flatten()(keras.layers.Embedding(500, 20)(rows))
+        hidden = keras.layers.Dense(60, "tanh", kernel_regularizer="l2")(rest)
+        hidden = keras.layers.Dropout(0.1, seed=5)(keras.layers.BatchNormalization()(hidden))
+        output = keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, found]))
+        model = keras.Model([rows, rest], output)
+        rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.7)
+        made = {
+            "momentum": lambda: keras.optimizers.SGD(rate, momentum=0.9, clipnorm=1.0),
+            "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5, use_ema=True),
+        }
+        model.compile(made[optimizer](), "mse", metrics=["mae"])
+    fit = dict(batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    history = model.fit([ids, x], y, **fit).history
+    arrays = {f"weight {i}": weight for i, weight in enumerate(model.get_weights())}
+    return arrays | {name: np.array(values) for name, values in history.items()}
+
+
+@pytest.mark.parametrize(
+    "layout, optimizer", [("async_threads", "momentum"), ("async_sharded", "adam")]
+)
+def test_overlapping_steps_of_one_worker_are_those_of_one_process(layout, optimizer):
+    """Whatever a step reads, the one before has updated."""
+    equals_one_process(layout, one_worker, optimizer=optimizer)
 
 
 # The chief, beside workers that are threads of its process.

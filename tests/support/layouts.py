@@ -166,8 +166,8 @@ LAYOUTS = {
         _makes("ParameterServerStrategy", overlap_steps=True, **_PATIENT), chief=True
     ),
     # One asynchronous worker does what one process does.
-    "async_threads": Layout(_servers_in_process(1)),
-    "async_sharded": Layout(_servers_in_process(1, shards=2)),
+    "async_threads": Layout(_servers_in_process(1, overlap_steps=True)),
+    "async_sharded": Layout(_servers_in_process(1, shards=2, overlap_steps=True)),
     "sync_threads": Layout(_servers_in_process(2, mode="sync")),
     "sync_sharded": Layout(_servers_in_process(2, shards=2, mode="sync")),
 }
