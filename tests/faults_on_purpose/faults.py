@@ -290,6 +290,14 @@ FAULTS = (
         ("parameter_server/test_step_totals.py", "parameter_server/test_sync_overlap.py"),
     ),
     Fault(
+        "a step that overtakes",
+        "an asynchronous step reads variables before its worker's step before has updated them",
+        "parameter_server/step_functions.py",
+        "                user._add_control_inputs([is_free])\n",
+        "                assert is_free is not user\n",
+        ("parameter_server/test_steps.py",),
+    ),
+    Fault(
         "rows of the wrong step",
         "rows that are read ahead are those after the update in one worker, before it in another",
         "hybrid/rows.py",
