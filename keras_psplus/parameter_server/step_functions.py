@@ -445,20 +445,21 @@ class Turns:
             with ops.device(None), ops.control_dependencies(None):
                 queues = [self._queue(number, parity) for parity in range(2)]
                 taken = [
-                    _apart(_take(q, waits * count)[0].op) for q, count in zip(queues, even_and_odd)
+                    run_apart(_take(q, waits * count)[0].op)
+                    for q, count in zip(queues, even_and_odd)
                 ]
             with ops.device(device), ops.control_dependencies(taken):
                 # One message for all of them.
-                is_free = _apart(tf.no_op())
+                is_free = run_apart(tf.no_op())
             for user in users:
                 user._add_control_inputs([is_free])
             with ops.device(device), ops.control_dependencies(users):
-                is_done = _apart(tf.no_op())
+                is_done = run_apart(tf.no_op())
             with ops.device(None), ops.control_dependencies([is_done]):
                 for queue, count in zip(queues, reversed(even_and_odd)):
-                    _apart(_put(queue, tf.zeros([count], tf.int32)))
+                    run_apart(_put(queue, tf.zeros([count], tf.int32)))
             for queue in queues:
-                _apart(queue.op)
+                run_apart(queue.op)
 
     def reset(self) -> None:
         """Empties the queues on the worker."""
@@ -485,11 +486,6 @@ def _take(queue: tf.Tensor, count: tf.Tensor) -> Any:
 
 def _put(queue: tf.Tensor, elements: tf.Tensor) -> Any:
     return tf.raw_ops.QueueEnqueueManyV2(handle=queue, components=[elements])
-
-
-def _apart(operation: tf.Operation) -> tf.Operation:
-    run_apart(operation)
-    return operation
 
 
 def _uses_of_written(prefix: str) -> dict[tuple[str | None, int | None], list[tf.Operation]]:

@@ -69,7 +69,7 @@ class Outcome:
         """
         is_sync = "sync" in options
         # Steps that a worker has under way are repeated when it is killed.
-        at_once = 0 if is_sync else 3 if "overlap" in options else 1
+        at_once = 0 if is_sync else 2 if "overlap" in options else 1
         found = [] if self.exit_code == 0 else [f"exit code {self.exit_code}"]
         for number, (rows, steps) in enumerate(self.epochs):
             # Of a synchronous step, each worker takes a share.

@@ -217,8 +217,9 @@ def time_after(operations: Iterable[tf.Tensor | tf.Operation]) -> tf.Tensor:
     return now
 
 
-def run_apart(operation: tf.Operation) -> None:
+def run_apart(operation: tf.Operation) -> tf.Operation:
     """Keeps TensorFlow from running an operation after all stateful ones that were made before."""
     manager = ops.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
+    return operation
