@@ -111,6 +111,8 @@ def _check_that_it_serves_values(compressor: Compressor) -> None:
 
 # Reads belong to no step of an optimizer; evaluation has none.
 _STEP = 0
+# Operations that read rows of a variable.
+GATHERS = ("ResourceGather", "ResourceGatherNd")
 
 
 def parts_of(variable: tf.Variable) -> list[tf.Variable]:

@@ -19,7 +19,7 @@ from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import metrics as metric_logs
 from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.parameter_server.pulls import Pulls, current_pulls, written_by
+from keras_psplus.parameter_server.pulls import GATHERS, Pulls, current_pulls, written_by
 from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary, current_counter
 from keras_psplus.parameter_server.worker_function import (
     CHIEF,
@@ -434,9 +434,9 @@ class Turns:
     number of its step.
     """
 
-    def __init__(self, prefix: str, place: tf.Tensor) -> None:
+    def __init__(self, prefix: str, place: tf.Tensor, pulls: Pulls) -> None:
         self._name = f"{prefix}/turns/{next(_numbers)}"
-        uses = _uses_of_written(prefix)
+        uses = _uses_of_written(prefix, pulls)
         self._count = len(uses)
         place = tf.cast(place, tf.int32)
         is_odd, waits = place % 2, tf.cast(place > 0, tf.int32)
@@ -488,15 +488,20 @@ def _put(queue: tf.Tensor, elements: tf.Tensor) -> Any:
     return tf.raw_ops.QueueEnqueueManyV2(handle=queue, components=[elements])
 
 
-def _uses_of_written(prefix: str) -> dict[tuple[str | None, int | None], list[tf.Operation]]:
+def _uses_of_written(
+    prefix: str, pulls: Pulls
+) -> dict[tuple[str | None, int | None], list[tf.Operation]]:
     """Operations that use what the function being traced writes to, by server and variable.
 
-    Small variables of a server are one, and so are the worker's own states.
+    A server's small variables and what stays there, such as slots, are one, and so are the worker's
+    own states.
     """
     graph = ops.get_default_graph()
     made = graph.get_operations()
     outside = {id(inside): external for external, inside in graph.captures}
     written = written_by(made, graph)
+    read = {id(part.handle) for one in pulls.whole_reads.values() for part in one.parts}
+    read |= {id(outside.get(id(op.inputs[0]))) for op in made if op.type in GATHERS}
     uses: dict[tuple[str | None, int | None], list[tf.Operation]] = {}
     for op in made:
         for tensor in op.inputs:
@@ -504,8 +509,8 @@ def _uses_of_written(prefix: str) -> dict[tuple[str | None, int | None], list[tf
             if id(handle) not in written:
                 continue
             if handle is not tensor and "/job:ps" in handle.device:
-                is_small = _bytes_of(handle) <= SMALL_BYTES
-                uses.setdefault((handle.device, None if is_small else id(handle)), []).append(op)
+                is_alone = id(handle) in read and _bytes_of(handle) > SMALL_BYTES
+                uses.setdefault((handle.device, id(handle) if is_alone else None), []).append(op)
             elif handle is tensor and _is_state(tensor.op, prefix):
                 uses.setdefault((None, None), []).append(op)
     return uses
@@ -590,7 +595,7 @@ class StepFunctions:
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
                 # A sum of gradients is read and written from step to step, rows once it has ended.
                 overlaps = self._overlap and not trace.kept and not trace.tables
-                turns = Turns(prefix, initial[-1]) if overlaps else None
+                turns = Turns(prefix, initial[-1], pulls) if overlaps else None
             traced[:] = counter, pulls.written_in_loops()
             found.update(
                 variables=trace.variables,

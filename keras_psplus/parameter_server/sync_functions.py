@@ -22,7 +22,14 @@ from keras_psplus.log import logger
 from keras_psplus.parameter_server import aggregation, pulls, traffic, worker_function
 from keras_psplus.parameter_server.aggregation import GradientSum
 from keras_psplus.parameter_server.context import StepContext
-from keras_psplus.parameter_server.pulls import Pulls, ShardParts, WholeRead, parts_of, written_by
+from keras_psplus.parameter_server.pulls import (
+    GATHERS,
+    Pulls,
+    ShardParts,
+    WholeRead,
+    parts_of,
+    written_by,
+)
 from keras_psplus.parameter_server.replica_step import BatchSums, WorkerReplicaStep
 from keras_psplus.parameter_server.state import WorkerVariable
 from keras_psplus.parameter_server.step_functions import StepFunctions, TracedStep, are_same
@@ -160,9 +167,6 @@ class Undo:
         return tf.raw_ops.VarHandleOp(shape=part.shape, dtype=part.dtype, shared_name=name)
 
 
-_GATHERS = ("ResourceGather", "ResourceGatherNd")
-
-
 class Overlap(NamedTuple):
     """Functions that a step has besides, if it overlaps with the next one.
 
@@ -226,7 +230,7 @@ class OverlapPlanner:
         of_servers: dict[str, tf.Operation] = {}
         gathers: dict[int, list[tf.Operation]] = {}
         for op, handle in _uses(graph):
-            if op.type in _GATHERS:
+            if op.type in GATHERS:
                 gathers.setdefault(id(handle), []).append(op)
 
         def before(target: tf.Variable) -> list[tf.Operation]:
@@ -315,7 +319,7 @@ def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -
     graph = on_copies.concrete.graph
     order = {op: i for i, op in enumerate(graph.get_operations())}
     for op, handle in _uses(graph):
-        if id(handle) in written and (op.type not in _GATHERS or late is None or order[op] > late):
+        if id(handle) in written and (op.type not in GATHERS or late is None or order[op] > late):
             return (
                 f"it reads a variable by {op.type} ({op.name}) that is updated meanwhile: in a "
                 "branch, a loop or a tf.function of its own, or after the optimizer's turn"
