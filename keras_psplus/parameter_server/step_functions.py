@@ -38,6 +38,7 @@ from keras_psplus.parameter_server.worker_function import (
 )
 from keras_psplus.parameter_server.worker_function import join as join_batches
 from keras_psplus.tf_internals import framework_ops as ops
+from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
@@ -452,7 +453,7 @@ class Turns:
                 # One message for all of them.
                 is_free = run_apart(tf.no_op())
             for user in users:
-                user._add_control_inputs([is_free])
+                user._add_control_input(is_free)
             with ops.device(device), ops.control_dependencies(users):
                 is_done = run_apart(tf.no_op())
             with ops.device(None), ops.control_dependencies([is_done]):
@@ -517,7 +518,7 @@ def _uses_of_written(
 
 
 def _bytes_of(handle: tf.Tensor) -> int:
-    (form,) = handle._handle_data.shape_and_type
+    (form,) = resource_variable_ops.get_eager_safe_handle_data(handle).shape_and_type
     return tf.TensorShape(form.shape).num_elements() * tf.as_dtype(form.dtype).size
 
 

@@ -293,7 +293,7 @@ FAULTS = (
         "a step that overtakes",
         "an asynchronous step reads variables before its worker's step before has updated them",
         "parameter_server/step_functions.py",
-        "                user._add_control_inputs([is_free])\n",
+        "                user._add_control_input(is_free)\n",
         "                assert is_free is not user\n",
         ("parameter_server/test_steps.py",),
     ),
