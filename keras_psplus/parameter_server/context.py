@@ -269,7 +269,7 @@ class StepAttempts:
         )
 
 
-# Choice of `overlap_steps="auto"`: some synchronous steps are measured, the first ones at least.
+# Choice of `overlap_steps="auto"`: some steps are measured, the first ones at least.
 #
 # 2 steps | 6 measured ─► links take a part of the step ─► 3 steps | 6 measured, overlapping
 #    ▲                 └► they do not: no overlap            └► the faster way stays

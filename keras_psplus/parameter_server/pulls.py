@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
@@ -457,6 +457,15 @@ def _graphs_outwards() -> list[tf.Graph]:
 def _in(graph: tf.Graph) -> contextlib.AbstractContextManager[Any]:
     # Entering the current graph again would cut it off from its own devices.
     return contextlib.nullcontext() if graph is ops.get_default_graph() else graph.as_default()
+
+
+def uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
+    """Operations of a function paired with the handles that they use, outer ones if captured."""
+    outside = {id(inside): external for external, inside in graph.captures}
+    for op in graph.get_operations():
+        for tensor in op.inputs:
+            if tensor.dtype == tf.resource:
+                yield op, outside.get(id(tensor), tensor)
 
 
 def written_by(operations: Iterable[tf.Operation], graph: tf.Graph) -> set[int]:

@@ -241,11 +241,15 @@ class Closure:
         """Runs the function; returns its outputs, which are still on the worker."""
         if self.turns is None:
             return calls.call(self._concrete, *self._args)
-        initial, *others = self._args
         if not self.place:
             calls.run(self.turns.reset)
-        placed = tf.constant(np.append(initial.numpy(), self.place))
-        return calls.call(self._concrete, placed, *others)
+        return self._call_with(self.place, calls)
+
+    def _call_with(self, number: int, calls: WorkerCalls) -> Any:
+        """Calls the function with a number behind its first argument's values."""
+        initial, *others = self._args
+        numbered = tf.constant(np.append(initial.numpy(), number))
+        return calls.call(self._concrete, numbered, *others)
 
     def commit(self) -> None:
         """Has what it has left on servers count, once its result is with the chief."""
@@ -384,7 +388,7 @@ class ClosureQueue:
             if closure.home is not None:
                 self._clocks.finish(closure.home)
             if error is not None:
-                self._end_turns(closure)
+                self._end_turns(closure.tried_on)
                 closure.fail(error)
                 self.fail(error)
             elif closure.home is not None:
@@ -399,7 +403,7 @@ class ClosureQueue:
     def give_back(self, closure: Closure) -> None:
         """Has any worker run a closure; after an error, ends it."""
         with self._lock:
-            self._end_turns(closure)
+            self._end_turns(closure.tried_on)
             if self.error is not None:
                 self._forget(closure)
                 closure.cancel()
@@ -421,9 +425,9 @@ class ClosureQueue:
             self._do_without(worker)
         self.on_lost(worker)
 
-    def _end_turns(self, closure: Closure) -> None:
-        if closure.tried_on is not None:
-            self._turns[closure.tried_on] = None, 0
+    def _end_turns(self, worker: int | None) -> None:
+        if worker is not None:
+            self._turns[worker] = None, 0
 
     def turns_under_way(self, worker: int) -> Any:
         with self._lock:
@@ -441,7 +445,7 @@ class ClosureQueue:
     def _do_without(self, worker: int) -> None:
         self.lost.add(worker)
         self.losses[worker] += 1
-        self._turns[worker] = None, 0
+        self._end_turns(worker)
         self._clocks.lose(worker)
         while self._waiting[worker]:
             self._put_for_any(self._waiting[worker].popleft())

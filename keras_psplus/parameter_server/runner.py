@@ -90,10 +90,8 @@ class RowClosure(Closure):
     def run_on(self, calls: WorkerCalls) -> Any:
         # Another one each time that a worker is given it.
         self._number = next(_numbers)
-        initial, *others = self._args
-        numbered = tf.constant(np.append(initial.numpy(), self._number))
         try:
-            return calls.call(self._concrete, numbered, *others)
+            return self._call_with(self._number, calls)
         except BaseException:
             self._updates.has_rest = True
             raise
@@ -145,8 +143,7 @@ class StepRunner:
         # Of the last batch whose step has returned, however steps overtake one another: its
         # number, its function, what its logs are computed from, and what it added to the totals.
         self._last: tuple[int, TracedStep, np.ndarray, np.ndarray] | None = None
-        self._returned = 0
-        self._round_began: float | None = None
+        self._returned, self._round_began = 0, 0.0
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         progress = self._context.progress
@@ -360,9 +357,7 @@ class StepRunner:
             return
         now, before = time.monotonic(), self._round_began
         self._round_began = now
-        if before is not None:
-            lost = self._context.scheduler.queue.lost
-            self._context.overlap.note(None if lost else now - before)
+        self._context.overlap.note(None if self._context.scheduler.queue.lost else now - before)
 
     def _add(
         self, number: int, count: int, step: TracedStep, vectors: np.ndarray, parts: np.ndarray

@@ -427,7 +427,7 @@ _LOOK_FOR_WORKERS_SECONDS = 5.0
 class Lane:
     """A thread that runs one closure after another on a worker.
 
-    A worker has several, so that one closure is read while another computes and a third is sent.
+    Where steps overlap, a worker has two: one step reads while the other sends.
     """
 
     def __init__(self, worker: RemoteWorker, queue: ClosureQueue) -> None:

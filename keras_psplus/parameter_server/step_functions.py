@@ -19,8 +19,13 @@ from keras_psplus.core.distributed_engine import DistributedEngine
 from keras_psplus.core.graph import metrics as metric_logs
 from keras_psplus.core.graph.compiled_calls import CompiledFunction
 from keras_psplus.keras_internals.keras_parts import tree
-from keras_psplus.parameter_server.pulls import GATHERS, Pulls, current_pulls, written_by
-from keras_psplus.parameter_server.traffic import TrafficCounter, TrafficSummary, current_counter
+from keras_psplus.parameter_server.pulls import GATHERS, Pulls, current_pulls, uses, written_by
+from keras_psplus.parameter_server.traffic import (
+    TrafficCounter,
+    TrafficSummary,
+    current_counter,
+    size_in_bytes,
+)
 from keras_psplus.parameter_server.worker_function import (
     CHIEF,
     SMALL_BYTES,
@@ -38,7 +43,6 @@ from keras_psplus.parameter_server.worker_function import (
 )
 from keras_psplus.parameter_server.worker_function import join as join_batches
 from keras_psplus.tf_internals import framework_ops as ops
-from keras_psplus.tf_internals import resource_variable_ops
 
 if TYPE_CHECKING:
     from keras_psplus.parameter_server.context import StepContext
@@ -437,12 +441,12 @@ class Turns:
 
     def __init__(self, prefix: str, place: tf.Tensor, pulls: Pulls) -> None:
         self._name = f"{prefix}/turns/{next(_numbers)}"
-        uses = _uses_of_written(prefix, pulls)
-        self._count = len(uses)
+        used = _uses_of_written(prefix, pulls)
+        self._count = len(used)
         place = tf.cast(place, tf.int32)
         is_odd, waits = place % 2, tf.cast(place > 0, tf.int32)
         even_and_odd = [1 - is_odd, is_odd]
-        for number, ((device, _), users) in enumerate(uses.items()):
+        for number, ((device, _), users) in enumerate(used.items()):
             with ops.device(None), ops.control_dependencies(None):
                 queues = [self._queue(number, parity) for parity in range(2)]
                 taken = [
@@ -498,28 +502,19 @@ def _uses_of_written(
     own states.
     """
     graph = ops.get_default_graph()
-    made = graph.get_operations()
-    outside = {id(inside): external for external, inside in graph.captures}
-    written = written_by(made, graph)
-    read = {id(part.handle) for one in pulls.whole_reads.values() for part in one.parts}
-    read |= {id(outside.get(id(op.inputs[0]))) for op in made if op.type in GATHERS}
-    uses: dict[tuple[str | None, int | None], list[tf.Operation]] = {}
-    for op in made:
-        for tensor in op.inputs:
-            handle = outside.get(id(tensor), tensor)
-            if id(handle) not in written:
-                continue
-            if handle is not tensor and "/job:ps" in handle.device:
-                is_alone = id(handle) in read and _bytes_of(handle) > SMALL_BYTES
-                uses.setdefault((handle.device, id(handle) if is_alone else None), []).append(op)
-            elif handle is tensor and _is_state(tensor.op, prefix):
-                uses.setdefault((None, None), []).append(op)
-    return uses
-
-
-def _bytes_of(handle: tf.Tensor) -> int:
-    (form,) = resource_variable_ops.get_eager_safe_handle_data(handle).shape_and_type
-    return tf.TensorShape(form.shape).num_elements() * tf.as_dtype(form.dtype).size
+    written = written_by(graph.get_operations(), graph)
+    used = [(op, handle) for op, handle in uses(graph) if id(handle) in written]
+    parts = [part for read in pulls.whole_reads.values() for part in read.parts]
+    alone = {id(part.handle) for part in parts if size_in_bytes([part]) > SMALL_BYTES}
+    alone |= {id(handle) for op, handle in used if op.type in GATHERS}
+    found: dict[tuple[str | None, int | None], list[tf.Operation]] = {}
+    for op, handle in used:
+        if "/job:ps" in handle.device:
+            place = handle.device, id(handle) if id(handle) in alone else None
+            found.setdefault(place, []).append(op)
+        elif tf.is_symbolic_tensor(handle) and _is_state(handle.op, prefix):
+            found.setdefault((None, None), []).append(op)
+    return found
 
 
 def _is_state(op: tf.Operation, prefix: str) -> bool:
@@ -576,14 +571,14 @@ class StepFunctions:
     def _trace(self, spec: Any, batch_spec: Any) -> TracedStep:
         self._context.times.note_tracing()
         stay: set[Any] = set()
-        prefix = self._context.extended.worker_states.prefix
+        extended = self._context.extended
 
         def worker_function(initial: tf.Tensor, payload: Any) -> tuple[tf.Tensor, Any]:
             with (
                 self._make_replica_step(initial) as replica_step,
                 current_trace.being(Trace(initial)) as trace,
                 current_counter.being(TrafficCounter()) as counter,
-                current_pulls.being(self._pulls(stay)) as pulls,
+                current_pulls.being(Pulls(self._weights(), stay, extended.compressors)) as pulls,
             ):
                 self._begin(pulls)
                 batches = separate(payload, batch_spec)
@@ -596,6 +591,7 @@ class StepFunctions:
                 vector = tf.concat([vector, counter.counts([vector, outputs])], 0)
                 # A sum of gradients is read and written from step to step, rows once it has ended.
                 overlaps = self._overlap and not trace.kept and not trace.tables
+                prefix = extended.worker_states.prefix
                 turns = Turns(prefix, initial[-1], pulls) if overlaps else None
             traced[:] = counter, pulls.written_in_loops()
             found.update(
@@ -620,9 +616,6 @@ class StepFunctions:
                 costs = counter.summary(concrete.graph)
                 return TracedStep(concrete=concrete, costs=costs, origin=function, **found)
             stay |= written_in_loops
-
-    def _pulls(self, stay: set[Any]) -> Pulls:
-        return Pulls(self._weights(), stay, self._context.extended.compressors)
 
 
 def _with_any_batch_size(leaf: Any) -> Any:

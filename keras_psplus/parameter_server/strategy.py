@@ -411,8 +411,7 @@ class ParameterServerStrategy(StrategyBase, tf.distribute.ParameterServerStrateg
         if self._mode.is_sync and (self._num_workers == 1 or self._task is None):
             overlap = False
         # One server's variables stay whole unless they are sure to overlap: Adafactor needs that.
-        may_overlap = overlap or (overlap is None and self._num_ps > 1)
-        cuts_finely = bool(may_overlap)
+        cuts_finely = bool(overlap or (overlap is None and self._num_ps > 1))
         extended = ParameterServerExtended(
             self, cluster_resolver, variable_partitioner, compressors, weights, cuts_finely
         )

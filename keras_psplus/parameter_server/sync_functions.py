@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -28,6 +28,7 @@ from keras_psplus.parameter_server.pulls import (
     ShardParts,
     WholeRead,
     parts_of,
+    uses,
     written_by,
 )
 from keras_psplus.parameter_server.replica_step import BatchSums, WorkerReplicaStep
@@ -229,7 +230,7 @@ class OverlapPlanner:
         # One message to each server instead of one for each variable.
         of_servers: dict[str, tf.Operation] = {}
         gathers: dict[int, list[tf.Operation]] = {}
-        for op, handle in _uses(graph):
+        for op, handle in uses(graph):
             if op.type in GATHERS:
                 gathers.setdefault(id(handle), []).append(op)
 
@@ -318,22 +319,13 @@ def _problem(step: TracedStep, on_copies: TracedStep, written: Container[int]) -
     late = on_copies.replica_step.first_hand_over
     graph = on_copies.concrete.graph
     order = {op: i for i, op in enumerate(graph.get_operations())}
-    for op, handle in _uses(graph):
+    for op, handle in uses(graph):
         if id(handle) in written and (op.type not in GATHERS or late is None or order[op] > late):
             return (
                 f"it reads a variable by {op.type} ({op.name}) that is updated meanwhile: in a "
                 "branch, a loop or a tf.function of its own, or after the optimizer's turn"
             )
     return None
-
-
-def _uses(graph: Any) -> Iterator[tuple[tf.Operation, Any]]:
-    """Operations of a function paired with the outer variable handles that they use."""
-    outside = {id(inside): external for external, inside in graph.captures}
-    for op in graph.get_operations():
-        for tensor in op.inputs:
-            if tensor.dtype == tf.resource and id(tensor) in outside:
-                yield op, outside[id(tensor)]
 
 
 def _updated_by(added: Iterable[Any]) -> list[tf.Variable]:
