@@ -359,24 +359,28 @@ class Counted(keras.Model):
         return inputs
 
     def train_step(self, data):
-        read = [tf.reduce_min(kernel.value) for kernel in self.kernels]
+        # Of one element: an update may be half made when the whole is read.
+        read = [kernel.value[0, 0] for kernel in self.kernels]
         one = 1 + 0 * tf.add_n(read)
         self.optimizer.apply([one * tf.ones((100, 100)) for _ in read], self.kernels)
         for metric, kernel, before in zip(self.lacking, self.kernels, read):
-            metric.update_state(tf.reduce_max(kernel.value) - before - 1)
+            metric.update_state(kernel.value[0, 0] - before - 1)
         return {metric.name: metric.result() for metric in self.lacking}
 
 
 def gradients_lack_no_more_updates_than_without_overlap(strategy):
-    """Between a worker's read and its update there is, on average, one of the other worker's."""
+    """Between a worker's read and its update there is, on average, at most one of the other's.
+
+    There is none while one worker waits for something else, as at the beginning. A step that did
+    not wait for its own worker's step before could lack that one's update, too.
+    """
     with options(strategy, overlap=True):
         with strategy.scope():
             model = Counted()
             model.compile(keras.optimizers.SGD(-1.0))
         history = model.fit(x, batch_size=2, epochs=2, verbose=0).history
     assert all(kernel.value.numpy().min() == 2 * len(x) / 2 for kernel in model.kernels)
-    # Some, or the two workers have waited for each other.
-    assert all(0 < mean <= 1 for means in history.values() for mean in means), history
+    assert all(0 <= mean <= 1 for means in history.values() for mean in means), history
 
 
 def whether_steps_overlap_is_measured(strategy):
